@@ -84,7 +84,8 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
         console.note(f"{name} is not part of {result['path']}")
     if result["complete"]:
         size = console.format_size(result["bytes"])
-        console.plain(f"{result['path']} is complete: step {result['step']}, {size}")
+        state = f"complete {_format_part(result)}".rstrip()
+        console.plain(f"{result['path']} is {state}: step {result['step']}, {size}")
         return
     for problem in result["problems"]:
         console.error(problem)
@@ -114,7 +115,7 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
         "checkpoint": result["path"],
         "step": result["step"],
         "saved": result["saved_at"],
-        "processes": result["world_size"],
+        "processes": f"{result['world_size']} {_format_part(result)}".rstrip(),
         "size": console.format_size(result["bytes"]),
         "written by": ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
     }
@@ -364,10 +365,17 @@ def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:
         return entry["path"], "", "", "", "", f"written by {writer}"
     if entry["problem"]:
         return entry["path"], "", "", "", "", entry["problem"]
-    state = f"complete, in {entry['location']}" if "location" in entry else "complete"
+    state = f"complete {_format_part(entry)}".rstrip()
+    state += f", in {entry['location']}" if "location" in entry else ""
     saved = entry["saved_at"].replace("T", " ").replace("Z", "")
     size = console.format_size(entry["bytes"])
     return entry["path"], str(entry["step"]), saved, str(entry["world_size"]), size, state
+
+
+def _format_part(entry: dict[str, Any]) -> str:
+    """Return which ranks a node's part of a checkpoint has; empty for a full checkpoint."""
+    ranks = ", ".join(map(str, entry["part_of_ranks"]))
+    return f"(the part of one node: ranks {ranks} of {entry['world_size']})" if ranks else ""
 
 
 def _format_item(item: dict[str, Any]) -> tuple[str, ...]:

@@ -126,6 +126,7 @@ def show_checkpoint(directory: str, *, tensors: bool) -> dict[str, Any]:
         "step": manifest.step,
         "saved_at": manifest.saved_at,
         "world_size": manifest.world_size,
+        "part_of_ranks": list(manifest.ranks),
         "versions": dict(manifest.versions),
         "bytes": manifest.bytes,
         "items": [_describe_item(manifest, item) for item in manifest.items],
@@ -288,7 +289,7 @@ def _describe_entry(entry: CheckpointEntry) -> dict[str, Any]:
     description: dict[str, Any] = {"path": entry.location, "number": entry.number, "problem": entry.problem}
     description["written_by"] = (entry.writer or "accel").lower()
     if entry.checkpoint is None:
-        return description | dict.fromkeys(("step", "saved_at", "world_size", "bytes"))
+        return description | dict.fromkeys(("step", "saved_at", "world_size", "part_of_ranks", "bytes"))
     manifest = entry.checkpoint.manifest
     if entry.checkpoint.key != entry.location:
         description["location"] = entry.checkpoint.key
@@ -296,6 +297,7 @@ def _describe_entry(entry: CheckpointEntry) -> dict[str, Any]:
         "step": manifest.step,
         "saved_at": manifest.saved_at,
         "world_size": manifest.world_size,
+        "part_of_ranks": list(manifest.ranks),
         "bytes": manifest.bytes,
     }
 

@@ -217,10 +217,15 @@ def _assign_writers(
 
 
 def merge_tensors(
-    names: Sequence[str], written: Sequence[Mapping[str, TensorEntry]]
+    names: Sequence[str],
+    written: Sequence[Mapping[str, TensorEntry]],
+    part: Mapping[str, TensorEntry] | None = None,
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with the chunks of all ranks; raise `CheckpointError` if they do not cover a tensor exactly."""
-    found: dict[str, list[TensorEntry]] = {}
+    """Return the tensors with the chunks of all ranks; raise `CheckpointError` if they do not cover a tensor exactly.
+
+    `part` has the sharded tensors of which a node writes a part, without chunks; these need not be covered.
+    """
+    found: dict[str, list[TensorEntry]] = {name: [entry] for name, entry in (part or {}).items()}
     for tensors in written:
         for name, entry in tensors.items():
             found.setdefault(name, []).append(entry)
@@ -235,6 +240,7 @@ def merge_tensors(
         merged[name] = replace(entries[0], chunks=tuple(chunks))
         try:
             merged[name].check()
+            merged[name].check_coverage(is_part=part is not None and name in part)
         except FieldError as error:
             raise CheckpointError(f"Cannot save {name}: its chunks {error}. Report this error.") from error
     return merged

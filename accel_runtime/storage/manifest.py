@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import combinations, pairwise, product
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -127,7 +127,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor; each element is in exactly one chunk."""
+    """A tensor; each element is in exactly one chunk, or in at most one in a node's part of a checkpoint."""
 
     dtype: _Dtype
     """Name of the torch dtype, such as `float32`."""
@@ -140,7 +140,7 @@ class TensorEntry:
         return sum(chunk.bytes for chunk in self.chunks)
 
     def check(self) -> None:
-        """Raise `FieldError` if a chunk does not fit dtype and shape, or the chunks do not cover the tensor exactly."""
+        """Raise `FieldError` if a chunk does not fit dtype and shape."""
         itemsize = ITEM_BYTES.get(self.dtype)
         for index, chunk in enumerate(self.chunks):
             dimensions = len(chunk.offsets), len(chunk.sizes)
@@ -158,7 +158,19 @@ class TensorEntry:
                     f"is {self.dtype} of shape {describe_shape(chunk.sizes)}, and has {chunk.bytes} bytes",
                     ("chunks", index),
                 )
-        if not _is_covered(self.shape, [(chunk.offsets, chunk.sizes) for chunk in self.chunks]):
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the chunks cover the tensor exactly once."""
+        return _is_covered(self.shape, [(chunk.offsets, chunk.sizes) for chunk in self.chunks])
+
+    def check_coverage(self, *, is_part: bool) -> None:
+        """Raise `FieldError` if the chunks do not cover the tensor exactly once; chunks of a part must not overlap."""
+        if is_part:
+            for first, second in combinations(self.chunks, 2):
+                if _overlap(first, second):
+                    raise FieldError("cover elements twice", ("chunks",))
+        elif not self.is_complete:
             raise FieldError("do not cover the tensor exactly once", ("chunks",))
 
 
@@ -184,7 +196,8 @@ class FileEntry:
 class Manifest:
     """Contents of a checkpoint.
 
-    Tensors are named `item/path`; a tensor that is specific to rank 2 is named `item/path#2`.
+    Tensors are named `item/path`; a tensor that is specific to rank 2 is named `item/path#2`. On the disks of several nodes,
+    each node has a manifest of its part, with the same `save`.
     """
 
     save: Word
@@ -210,6 +223,23 @@ class Manifest:
     """Identity of the run: `launch`, `slurm_job`."""
     origin: Word = ""
     """Format that the checkpoint was imported from, which has no random states and loaders; empty if accel saved it."""
+    ranks: tuple[Count, ...] = ()
+    """Ranks whose state this part has, if the checkpoint is on the disks of several nodes; empty in a full checkpoint.
+
+    A part has the tensors that are equal on all ranks, and the shards, tensors and values of these ranks. `values_by_rank` has
+    null for the others.
+    """
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether this is the part of one node, and other nodes have the rest."""
+        return bool(self.ranks)
+
+    def find_incomplete(self, item: str) -> str | None:
+        """Return a tensor of an item of which this part does not have every element; None if there is none."""
+        if not self.is_part:
+            return None
+        return next((name for name in self.tensors_of(item) if not self.tensors[name].is_complete), None)
 
     @property
     def items(self) -> list[str]:
@@ -234,6 +264,12 @@ class Manifest:
 
     def check(self) -> None:
         """Raise `FieldError` if chunks are not inside their files, or states refer to tensors that are missing."""
+        self._check_ranks()
+        for name, entry in self.tensors.items():
+            try:
+                entry.check_coverage(is_part=self.is_part)
+            except FieldError as error:
+                raise error.inside("tensors", name) from None
         self._check_chunks()
         for item, states in self.values_by_rank.items():
             if item in self.values:
@@ -244,17 +280,29 @@ class Manifest:
                     ("values_by_rank", item),
                 )
         ranks = self._list_tensor_ranks()
+        saved_ranks = set(self.ranks or range(self.world_size))
         for item, state in self.values.items():
             self._check_state(
-                state, item, ("values", item), lambda shared: len(ranks.get(shared, ())) == self.world_size
+                state, item, ("values", item), lambda shared: saved_ranks <= ranks.get(shared, set())
             )
         for item, states in self.values_by_rank.items():
             for number, state in enumerate(states):
+                if number not in saved_ranks:
+                    continue
 
                 def has_rank(shared: str, number: int = number) -> bool:
                     return number in ranks.get(shared, ())
 
                 self._check_state(state, item, ("values_by_rank", item, number), has_rank)
+
+    def _check_ranks(self) -> None:
+        """Raise `FieldError` if the ranks of a part are not in order, or not those of some nodes of several."""
+        if self.ranks and not (
+            list(self.ranks) == sorted(set(self.ranks))
+            and self.ranks[-1] < self.world_size
+            and len(self.ranks) < self.world_size
+        ):
+            raise FieldError(f"is {shorten(str(list(self.ranks)))}, and should be some ranks in order", ("ranks",))
 
     def _list_tensor_ranks(self) -> Mapping[str, set[int]]:
         """Return the ranks of each rank-specific tensor; raise `FieldError` for a rank that there was not."""
@@ -330,6 +378,8 @@ class Manifest:
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
         content = {"version": VERSION} | asdict(self)
+        if not self.is_part:
+            del content["ranks"]
         for chunk in (chunk for tensor in content["tensors"].values() for chunk in tensor["chunks"]):
             if not chunk["blocks"]:
                 del chunk["blocks"]
@@ -398,6 +448,16 @@ def describe_shape(sizes: Sequence[int]) -> str:
 def _read_version(body: dict[str, Any]) -> str:
     versions = body.get("versions")
     return shorten(str(versions.get("accel"))) if isinstance(versions, dict) else "of another version"
+
+
+def _overlap(first: Chunk, second: Chunk) -> bool:
+    """Return whether two chunks of a tensor have an element in common."""
+    if not (first.bytes and second.bytes):
+        return False
+    return all(
+        start < other + length and other < start + size
+        for start, size, other, length in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    )
 
 
 def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:

@@ -299,6 +299,11 @@ def merge_tensors(
     contents = list_item_contents(checkpoint, request.item, request.rank)
     if not contents.tensors:
         raise RequestError(f"{request.item} of {checkpoint.key} has no tensors")
+    if missing := checkpoint.manifest.find_incomplete(request.item):
+        raise RequestError(
+            f"Cannot export {request.item} of {checkpoint.key}: it is the part of one node, and other nodes have the rest of "
+            f"{missing}. Export a checkpoint of the project directory."
+        )
     parts = [
         _build_part(snapshot, name, checkpoint.manifest.tensors[stored], request.dtype, progress)
         for name, stored in contents.tensors.items()
