@@ -169,6 +169,20 @@ class Profile(Section):
             "The first node then writes the whole checkpoint, and every node needs a copy of it to resume."
         ),
     ] = True
+    node_dir: Annotated[
+        str,
+        Field(
+            description="Save most checkpoints with automatic names in this directory on the disk of each node, which is faster; empty "
+            "saves all in the project directory. A script may set its own."
+        ),
+    ] = ""
+    store_every: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="With `node_dir`, save one of so many checkpoints in the project directory, which outlives the nodes.",
+        ),
+    ] = 10
     parallel: Annotated[
         ParallelSection, Field(description="Sizes of data, tensor and context parallelism.")
     ] = ParallelSection()

@@ -180,7 +180,10 @@ class Accelerator(ProcessMethods):
         progress = heartbeat() if options.logs_rates else None
         self._rates = None if progress is None else RateMeter(progress, self._backend.topology.world_size)
         self._checkpoints = Checkpointing(
-            run, RunOrigin.from_env(os.environ), os.environ.get(NODE_NAME) or socket.gethostname()
+            run,
+            RunOrigin.from_env(os.environ),
+            os.environ.get(NODE_NAME) or socket.gethostname(),
+            self._steps.is_stopping,
         )
         self._preparation = Preparation(
             run, self._checkpoints.reserve_staging, self._checkpoints.check_shared_directory

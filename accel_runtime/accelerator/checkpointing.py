@@ -25,19 +25,21 @@ from accel_runtime.checkpoint.manager import (
     RunOrigin,
     StagingBuffers,
 )
+from accel_runtime.checkpoint.node_disks import Candidate, NodeDisks, NodeSave, locate_project
 from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
 from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
 from accel_runtime.environment.locations import is_url, normalize_location
+from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.any_store import open_store
-from accel_runtime.storage.errors import CheckpointError, errors_on_all_ranks
+from accel_runtime.storage.errors import CheckpointError, DamageError, PartError, errors_on_all_ranks
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.scan import find_writer
-from accel_runtime.storage.store import Store
+from accel_runtime.storage.store import Store, list_numbered, next_number
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["Checkpointing", "LoadHook", "SaveHook"]
@@ -55,10 +57,13 @@ class Checkpointing:
         run: The run.
         origin: The run in which this process was started.
         node_name: The name of this node in messages.
+        is_stopping: Return whether the run is being stopped, the same on all processes.
     """
 
-    def __init__(self, run: Run, origin: RunOrigin, node_name: str) -> None:
-        self._run, self._node_name = run, node_name
+    def __init__(self, run: Run, origin: RunOrigin, node_name: str, is_stopping: Callable[[], bool]) -> None:
+        self._run, self._node_name, self._is_stopping = run, node_name, is_stopping
+        self._node_disks: NodeDisks | None = None
+        self._warned_of_node_dir = False
         self._resume_policy = ResumePolicy(run.options.settings.resume, origin)
         self._checked_directory = False
         self._load_attempted = False
@@ -82,6 +87,7 @@ class Checkpointing:
         Raises:
             CheckpointError: Checkpoints with automatic names cannot be saved there.
         """
+        self._connect_node_disks("prepare")
         topology = self._run.backend.topology
         if self._checked_directory:
             return
@@ -116,6 +122,39 @@ class Checkpointing:
         if problem and is_first:
             _LOG.warning("%s", problem)
 
+    def _connect_node_disks(self, operation: str) -> NodeDisks | None:
+        """Return the checkpoints on the disks of the nodes; None without `node_dir` or automatic names. Collective."""
+        project, settings = self._run.options.project, self._run.options.settings
+        parent = project.checkpoints
+        if (
+            not settings.node_dir
+            or not project.automatic_checkpoint_naming
+            or project.project_dir is None
+            or parent is None
+        ):
+            return None
+        if self._node_disks is None:
+            directory = locate_project(settings.node_dir, project.project_dir)
+            rank = self._run.backend.topology.rank
+            self._node_disks = NodeDisks(self._store, directory, settings.store_every, rank)
+        number = self._node_disks.connect(
+            self._run.build_all_gather(operation), lambda: next_number(self._store, os.fspath(parent))
+        )
+        project.iteration = max(project.iteration, number)
+        return self._node_disks
+
+    def _warn_of_node_dir(self) -> None:
+        """Warn once that the directory of the profile has no effect."""
+        is_idle = (
+            self._run.options.settings.node_dir and not self._run.options.project.automatic_checkpoint_naming
+        )
+        if is_idle and not self._warned_of_node_dir and self._run.backend.topology.rank == 0:
+            self._warned_of_node_dir = True
+            _LOG.warning(
+                "node_dir has no effect: the script names its checkpoints. Set "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), and call save_state() without a directory."
+            )
+
     def save_state(
         self,
         output_dir: _Path | None = None,
@@ -139,6 +178,7 @@ class Checkpointing:
                 "beginning. Call accelerator.resume() after prepare()."
             )
         self._load_attempted = True
+        self._warn_of_node_dir()
         self._background_writer.wait()
         in_background = self._run.options.project.async_save if async_save is None else async_save
         absence = self._run.backend.wait_for_ranks("save_state")
@@ -177,19 +217,24 @@ class Checkpointing:
         began = time.monotonic()
         strategy, backend = self._run.strategy, self._run.backend
         strategy.synchronize()
+        disks = None if one_rank else self._connect_node_disks("save_state")
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
-        saving = SaveOperation(
+        on_nodes = disks is not None and disks.takes_next and not self._is_stopping()
+        saving = (NodeSave if on_nodes else SaveOperation)(
             group,
             self._store,
             run=self._resume_policy.origin.identity,
-            shared=self._run.options.settings.shared_files,
+            shared=on_nodes or self._run.options.settings.shared_files,
             replicas=None if one_rank else self._run.checks.replicas,
             to_host=backend.runtime.state_to_host,
+            ranks=disks.ranks if disks is not None and on_nodes else None,
         )
         numbered = retention.automatic is not None
         target = SaveTarget(partial(retention.target, self._store), _normalize(output_dir), numbered)
+        if disks is not None and on_nodes:
+            target = disks.choose_target(self._run.options.project.iteration, target.directory)
         state = self._training_state(one_rank=one_rank)
         model_states = state.states()
         hooked = list(model_states)
@@ -213,7 +258,10 @@ class Checkpointing:
         retention.reserve_number(draft.key)
 
         def finish() -> None:
-            if saving.finish(group) is not None:
+            is_committed = saving.finish(group) is not None
+            if disks is not None:
+                disks.record_save(draft.key, on_nodes=on_nodes)
+            if is_committed and not on_nodes:
                 retention.prune(self._store)
             self._record_checkpoint("save", draft.key, began)
 
@@ -244,7 +292,42 @@ class Checkpointing:
                 f"load_state() does not support load_kwargs: it got {', '.join(load_kwargs)}. Leave them out."
             )
         stateful = self._run.options.loaders.use_stateful_dataloader
-        return self._load_checkpoint(input_dir, "next_batch" if stateful else "epoch_start", strict=strict)
+        position: NextBatch = "next_batch" if stateful else "epoch_start"
+        if input_dir is None and (checkpoint := self._load_newest(position, lambda _: True, strict=strict)):
+            return checkpoint
+        return self._load_checkpoint(input_dir, position, strict=strict)
+
+    def _load_newest(
+        self, position: NextBatch, accepts: Callable[[Checkpoint], bool], *, strict: bool = True
+    ) -> Checkpoint | None:
+        """Load the newest checkpoint in the store or on the disks of the nodes that all ranks can read; None if there is none.
+
+        A damaged one, and parts that do not suffice, are left out with a message.
+        """
+        self._load_attempted = True
+        self._background_writer.wait()
+        disks, is_first = self._connect_node_disks("load_state"), self._run.backend.topology.rank == 0
+        if disks is None:
+            return None
+        all_gather = self._run.build_all_gather("search for the newest checkpoint")
+        parent = os.fspath(self._run.options.project.checkpoints or "")
+        candidates = disks.find_candidates(all_gather, partial(list_numbered, self._store, parent), accepts)
+        for candidate in candidates:
+            try:
+                checkpoint = self._load_checkpoint(None, position, strict=strict, candidate=candidate)
+            except (PartError, DamageError) as error:
+                if candidate is candidates[-1]:
+                    raise
+                if is_first:
+                    reason = error.reason if isinstance(error, PartError) else error.problems[0]
+                    print_note(f"checkpoint_{candidate.number} is not used: {reason}")
+            else:
+                disks.record_load(candidate, candidates)
+                if is_first and position == "exact":
+                    place = "on the disks of the nodes" if candidate.save else "in the project directory"
+                    print_note(f"resuming from {checkpoint.key} (step {checkpoint.manifest.step}), {place}")
+                return checkpoint
+        return None
 
     def _load_checkpoint(
         self,
@@ -253,15 +336,19 @@ class Checkpointing:
         *,
         strict: bool = True,
         choose: Callable[[], str] | None = None,
+        candidate: Candidate | None = None,
     ) -> Checkpoint:
         self._load_attempted = True
         self._background_writer.wait()
         began = time.monotonic()
+        if candidate is not None:
+            choose = partial(str, candidate.key)
         checkpoint = self._restore_checkpoint(
             input_dir,
             position,
             choose or partial(_find_checkpoint, self._run.options.project, self._store, input_dir),
             strict=strict,
+            part=candidate if candidate is not None and candidate.save else None,
         )
         self._record_checkpoint("load", checkpoint.key, began)
         return checkpoint
@@ -271,7 +358,13 @@ class Checkpointing:
             self._run.recorder.record_checkpoint(kind, key, time.monotonic() - began)
 
     def _restore_checkpoint(
-        self, input_dir: _Path | None, position: NextBatch, choose: Callable[[], str], *, strict: bool
+        self,
+        input_dir: _Path | None,
+        position: NextBatch,
+        choose: Callable[[], str],
+        *,
+        strict: bool,
+        part: Candidate | None,
     ) -> Checkpoint:
         self._run.strategy.synchronize()
         operation = "resume" if position == "exact" else f"load_state with position={position}"
@@ -296,10 +389,15 @@ class Checkpointing:
             strict=strict,
             copies=self._run.backend.data_rank.model_parallel_size,
             local_world_size=self._run.backend.topology.local_world_size,
+            node_ranks=() if self._node_disks is None else self._node_disks.ranks,
         )
         with ExitStack() as stack:
             stack.callback(loading.close)
-            checkpoint = loading.open(choose, _normalize(input_dir), verify=bool(self._load_hooks))
+            has_hooks = bool(self._load_hooks)
+            if part is None:
+                checkpoint = loading.open(choose, _normalize(input_dir), verify=has_hooks)
+            else:
+                checkpoint = loading.open_part(part.key, part.save, verify=has_hooks)
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
                 with errors_on_all_ranks(all_gather):
@@ -332,6 +430,8 @@ class Checkpointing:
             )
         if not self._resume_policy.possible:
             return None
+        if checkpoint := self._load_newest("exact", self._resume_policy.accepts):
+            return checkpoint
         with errors_on_all_ranks(self._run.build_all_gather("resume without input_dir")) as step:
             is_first = self._run.backend.topology.rank == 0
             chosen = self._resume_policy.choose(self.checkpoints) if is_first else None

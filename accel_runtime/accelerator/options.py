@@ -6,6 +6,7 @@ docs/design/configuration.md has the reasons.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -168,6 +169,8 @@ class RunOptions:
         self.settings = replace(
             self.settings,
             gradient_accumulation_steps=self.accumulation.steps,
+            node_dir=os.fspath(self.project.node_dir or self.settings.node_dir),
+            store_every=self.project.store_every or self.settings.store_every,
             compile=_read_dynamo_plugin(self.dynamo),
         )
         self.loaders = _merge_loader_config(
@@ -194,6 +197,8 @@ class RunOptions:
             "gradient": arguments.gradient_accumulation_plugin is not None
             or (arguments.gradient_accumulation_steps != 1 and not self.accelerate.arguments),
             "compile": dynamo is not None,
+            "node_dir": self.project.node_dir is not None,
+            "store_every": self.project.store_every is not None,
         }
 
     def _set_deepspeed(self, arguments: Arguments, precision: MixedPrecision | None) -> None:

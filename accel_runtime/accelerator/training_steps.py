@@ -63,6 +63,11 @@ class Preemption:
             self._agreed |= self._exchange(", ".join(number.name for number in requested))
         return bool(self._agreed & mask)
 
+    @property
+    def is_agreed(self) -> bool:
+        """Return whether a call of `check` has returned True; the same on all ranks."""
+        return self._agreed != 0
+
     def _exchange(self, names: str) -> int:
         """Return the mask of the signals received by any rank."""
         if self._handshake.size == 1:
@@ -276,6 +281,10 @@ class TrainingSteps:
     def preempted(self, signals: Iterable[signal.Signals | int]) -> bool:
         """Return whether any process has received one of these signals; collective."""
         return self._preemption.check(signals)
+
+    def is_stopping(self) -> bool:
+        """Return whether `preempted` has returned True; the same on all processes."""
+        return self._preemption.is_agreed
 
 
 def _is_frozen_module(item: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accel_runtime.checkpoint.fitted_manifest import fit_manifest
+from accel_runtime.checkpoint.part_check import find_missing_rank, find_unread, raise_part_error
 from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.checkpoint.state_items import StateItem
@@ -34,6 +35,7 @@ from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
+    DamageError,
     check_same_directory,
     describe_error,
     errors_on_all_ranks,
@@ -68,10 +70,11 @@ class LoadOperation:
     """One collective load; every rank calls the methods in the order of their definition.
 
     `copies` is the number of model-parallel ranks, `local_world_size` that of the ranks of this node; without `strict`, what
-    does not fit is left out.
+    does not fit is left out. `node_ranks` are the ranks that read the same part as this one, and verify it together; without
+    them, each rank verifies a part alone.
     """
 
-    def __init__(  # noqa: PLR0913 - the last two are named
+    def __init__(  # noqa: PLR0913 - the last four are named
         self,
         all_gather: AllGatherObjects,
         rank: int,
@@ -81,7 +84,9 @@ class LoadOperation:
         strict: bool,
         copies: int = 1,
         local_world_size: int = 1,
+        node_ranks: Sequence[int] = (),
     ) -> None:
+        self._node_ranks, self._is_on_nodes = node_ranks or (rank,), False
         self._store, self._copies, self._local_world_size = store, copies, local_world_size
         self._all_gather, self._rank, self._world_size, self._strict = all_gather, rank, world_size, strict
         self._stack = ExitStack()
@@ -117,6 +122,24 @@ class LoadOperation:
             elif stale:
                 time.sleep(_STALE_S)
             self.close()
+
+    def open_part(self, key: str, save: str, *, verify: bool = False) -> Checkpoint:
+        """Return this node's part of a checkpoint, under the key that this rank passes; all ranks read the same save.
+
+        Raises:
+            PartError: A rank cannot open its part, or the part is of another save.
+            DamageError: A part is damaged, which is found here with `verify`.
+        """
+        self._is_on_nodes = True
+        with errors_on_all_ranks(self._all_gather) as step:
+            try:
+                found = self._open_snapshot(key).manifest.save
+                step.share(None if found == save else f"{key} was replaced")
+            except CheckpointError as error:
+                step.share(str(error))
+        raise_part_error(step.values)
+        self._verified = verify and self._verify(self._snapshot, self._snapshot.checkpoint.manifest.items)
+        return self._snapshot.checkpoint
 
     def directory(self) -> Path:
         """Return the directory for load hooks of the script."""
@@ -217,9 +240,12 @@ class LoadOperation:
                 self._local_world_size,
                 checkpoint.manifest,
             )
-            left_out = self._check_fit(checkpoint, reader, items)
-            step.share(snapshot.is_remote and reader.fits_memory())
-        if all(step.values):
+            lack = find_missing_rank(checkpoint, saved_items, self._rank, moved=reader.moved)
+            left_out = [] if lack else self._check_fit(checkpoint, reader, items)
+            lack = lack or reader.find_missing_tensor()
+            step.share((lack, not lack and snapshot.is_remote and reader.fits_memory()))
+        raise_part_error([lack for lack, _ in step.values])
+        if all(fits for _, fits in step.values):
             is_current = self._stage(reader, snapshot)
         else:
             names = [item.name for item in saved_items]
@@ -265,22 +291,26 @@ class LoadOperation:
             return False
         if text := format_problems([each for each, _ in step.values]):
             previous = self._suggest_previous(snapshot.checkpoint.key, snapshot.checkpoint.number)
-            raise CheckpointError(f"{text}\n{previous}")
+            raise DamageError([text, previous])
         return True
 
     def _verify(self, snapshot: Snapshot, names: Sequence[str]) -> bool:
         """Compare items with their checksums; raise damage, or return False if the checkpoint was replaced meanwhile."""
         checkpoint = snapshot.checkpoint
-        chunks = select_rank_files(checkpoint.manifest, names, self._rank, self._world_size)
+        is_part = self._is_on_nodes or checkpoint.manifest.is_part
+        ranks = self._node_ranks if is_part else range(self._world_size)
+        chunks = select_rank_files(checkpoint.manifest, names, ranks.index(self._rank), len(ranks))
         with errors_on_all_ranks(self._all_gather) as step:
             damage = find_damage(snapshot, chunks)
             step.share((damage, bool(damage) and not snapshot.is_current()))
         damage = [sentence for sentences, _ in step.values for sentence in sentences]
+        if self._is_on_nodes and damage:
+            raise DamageError(damage[:_SHOWN])
         if any(replaced for _, replaced in step.values):
             return False
         if damage:
             previous = self._suggest_previous(checkpoint.key, checkpoint.number)
-            raise CheckpointError("\n".join([*damage[:_SHOWN], previous]))
+            raise DamageError([*damage[:_SHOWN], previous])
         return True
 
     def _suggest_previous(self, key: str, number: int | None) -> str:
@@ -328,7 +358,7 @@ class StateReader:
         self._key, self._manifest = snapshot.checkpoint.key, manifest or snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
         saved_copies = (
-            read_model_parallel_size(self._encoded("accumulation", 0))
+            read_model_parallel_size(self._encoded("accumulation", next(iter(self._manifest.ranks), 0)))
             if "accumulation" in self._manifest.items
             else copies
         )
@@ -385,6 +415,15 @@ class StateReader:
             self._live |= {names[name] for name in live}
             for name, entry in entries.items():
                 self._targets[names[name]] = live[name] if name in live else _empty_like(entry)
+
+    def find_missing_tensor(self) -> str | None:
+        """Return a sentence if this part does not have every element that this rank reads of a tensor; None if it has."""
+        if not self._manifest.is_part:
+            return None
+        self._plan()
+        assert self._targets is not None
+        _, reads = self._plan_reads(self._targets)
+        return find_unread(self._snapshot.checkpoint, self._targets, reads, self._rank)
 
     def fits_memory(self) -> bool:
         """Return whether the host has memory for a copy of the live tensors of each rank of this node."""
@@ -445,7 +484,7 @@ class StateReader:
                 raise CheckpointError(
                     f"{self._key}: {name} is of dtype {entry.dtype!r}, which torch {torch.__version__} does not have"
                 )
-            if entry.bytes != math.prod(entry.shape) * dtype.itemsize:
+            if not self._manifest.is_part and entry.bytes != math.prod(entry.shape) * dtype.itemsize:
                 raise CheckpointError(
                     f"{self._key}: {name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have "
                     f"{entry.bytes} bytes"
@@ -457,10 +496,9 @@ class StateReader:
 
     def _fetch(self, targets: dict[str, torch.Tensor], stage: Collection[str] = frozenset()) -> None:
         """Read tensors by their names in the manifest, as DCP plans it for sharded ones; stage some of them."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        planner, reads = self._plan_reads(targets)
         files: dict[str, list[TensorRead]] = {}
-        for item in planner.finish_plan(planner.create_local_plan()).items:
+        for item in reads:
             chunk: Chunk = self._metadata.storage_data[item.storage_index]
             name = item.storage_index.fqn
             dtype = getattr(torch, self._manifest.tensors[name].dtype)
@@ -480,12 +518,14 @@ class StateReader:
 
         parallel_map(read_file, files)
 
+    def _plan_reads(self, targets: Mapping[str, torch.Tensor]) -> tuple[DefaultLoadPlanner, list[ReadItem]]:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(targets), self._metadata, is_coordinator=True)
+        return planner, planner.finish_plan(planner.create_local_plan()).items
+
     def _differs(self, item: StateItem) -> bool:
         """Return whether the saved states may differ between ranks and the ranks have changed."""
-        differ = item.name in self._manifest.values_by_rank or any(
-            "#" in name for name in self._manifest.tensors_of(item.name)
-        )
-        return self.moved and (item.merge_needs_all_ranks or differ)
+        return self.moved and (item.merge_needs_all_ranks or self._manifest.is_rank_specific(item.name))
 
     def _encoded(self, item: str, rank: int) -> Any:
         own = self._manifest.values_by_rank.get(item)

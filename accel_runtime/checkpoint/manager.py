@@ -171,12 +171,16 @@ class ResumePolicy:
         """Return whether a checkpoint to resume from may exist; equal on all ranks."""
         return self.asked or self.origin.may_resume
 
+    def accepts(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint may be resumed from."""
+        return self.asked or self.origin.wrote(checkpoint.manifest.run)
+
     def choose(self, checkpoints: Checkpoints) -> Checkpoint | None:
         """Return the checkpoint to resume from and print the choice; None starts from the beginning."""
         if self.asked:
             chosen = checkpoints.newest() if checkpoints.any() else None
         else:
-            own = [chosen for chosen in checkpoints.list() if self.origin.wrote(chosen.manifest.run)]
+            own = [chosen for chosen in checkpoints.list() if self.accepts(chosen)]
             chosen = own[-1] if own else None
         if chosen is not None:
             print_note(f"resuming from {chosen.key} (step {chosen.manifest.step})")

@@ -39,6 +39,13 @@ from accel_runtime.checkpoint.save_plan import (
     split_replicated_parts,
 )
 from accel_runtime.checkpoint.serialization import serialize
+from accel_runtime.checkpoint.state_digest import (
+    Details,
+    ItemDigest,
+    StateDigest,
+    check_same_items,
+    find_rank_specific,
+)
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.settings import __version__, format_size, variable_name
@@ -87,30 +94,8 @@ class SaveTarget:
     """Directory that the script passed on this rank; must be equal on all ranks."""
     numbered: bool = False
     """Whether further keys are tried if one is taken."""
-
-
-@dataclass(frozen=True)
-class ItemDigest:
-    """Digests of an item of the state, equal on two ranks if the item is."""
-
-    values: str
-    """Of its JSON."""
-    layout: str
-    """Of the names, dtypes, shapes and placements of its tensors."""
-    tensors: str
-    """Of the layout and the bytes of its tensors, except those of shards."""
-
-
-@dataclass(frozen=True)
-class StateDigest:
-    """The state of a rank, as far as the others need it for the plan."""
-
-    items: Mapping[str, ItemDigest]
-    """Items by name; empty on one process, which compares nothing."""
-    shards: tuple[ShardSet, ...]
-    """Shards by kind."""
-    weights: str | None
-    """Digest of the weights that `ReplicaCheck` compares; None if it does not."""
+    save: str = ""
+    """Unique name of the save; empty if one rank begins it and gives it a name."""
 
 
 @dataclass(frozen=True)
@@ -125,20 +110,6 @@ class Opening:
     """Free space for the draft; 0 from the others."""
     state: StateDigest | None
     """None if this rank has save hooks: then all ranks send it in an exchange after the hooks."""
-
-
-@dataclass(frozen=True)
-class Details:
-    """Tensors of the items that differ between ranks, sent in a further exchange if there are any."""
-
-    sees_draft: bool
-    """Whether this node sees the draft, so that this rank can write into it."""
-    hashes: tuple[int | None, ...]
-    """Hash of each tensor, in the order of the names; None for shards."""
-    parts: tuple[Part, ...]
-    """The tensors, if not all ranks have the same ones; else empty."""
-    weights: str
-    """Hashes of all weights, if their digests differ; else empty."""
 
 
 @dataclass(frozen=True)
@@ -210,9 +181,14 @@ class SaveOperation:
             values are written by the other ranks, rank-specific values are sent to rank 0.
         replicas: Compares the weights of replicas; None compares nothing.
         to_host: Makes the state of an item ready for files.
+        ranks: The ranks that write this checkpoint, of which the first commits; None means all. Those of a node write what they
+            have, and `NodeSave` ends the save.
     """
 
-    def __init__(  # noqa: PLR0913 - the last four have defaults
+    _max_small = _SMALL
+    """Largest rank-specific tensor, in bytes, that the first rank writes."""
+
+    def __init__(  # noqa: PLR0913 - the last five have defaults
         self,
         group: ObjectGroup,
         store: Store,
@@ -221,8 +197,11 @@ class SaveOperation:
         shared: bool = True,
         replicas: ReplicaCheck | None = None,
         to_host: Callable[[Any], Any] = lambda state: state,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._group, self._store, self._run, self._shared = group, store, dict(run or {}), shared
+        self._ranks = tuple(range(group.size)) if ranks is None else tuple(ranks)
+        self._first, self._is_part = self._ranks[0], len(self._ranks) < group.size
         self._replicas, self._to_host = replicas, to_host
         self._draft: Draft | None = None
         self._state = RankState()
@@ -230,6 +209,8 @@ class SaveOperation:
         """Data of the parts in the files of this rank, by name."""
         self._small: dict[str, torch.Tensor] = {}
         """Tensors of this rank that rank 0 writes, by name."""
+        self._sharded: dict[str, TensorEntry] = {}
+        """Sharded tensors of which this node has a part, without chunks."""
         self._files: dict[str, FileEntry] = {}
         """Files that this rank has written."""
 
@@ -259,15 +240,16 @@ class SaveOperation:
             # First the state: parts of it may be collective, and rank 0 may fail to begin.
             state = self._collect(list_items()) if call_hooks is None else None
             free_bytes = 0
-            if self._group.rank == 0:
+            if self._group.rank == self._first:
                 self._draft = _begin_free_draft(target, self._store)
                 free_bytes = self._draft.free_space()
             address = None if self._draft is None else self._draft.address
             step.share(Opening(target.directory, address, free_bytes, state))
         openings: Sequence[Opening] = step.values
-        self._address = openings[0].draft
+        self._address = openings[self._first].draft
         with self._abort_on_error():
             check_same_directory("save_state", [opening.directory for opening in openings])
+            _check_same_number([opening.draft for opening in openings])
         digests = [opening.state for opening in openings]
         self._has_hooks = None in digests
         if self._has_hooks:
@@ -281,11 +263,13 @@ class SaveOperation:
             digests = list(step.values)
         self.plan = self._compare([digest for digest in digests if digest is not None])
         assert self._address is not None
-        if self.plan.bytes > openings[0].free_bytes:
+        free_bytes = openings[self._first].free_bytes
+        # The size of a part is not known: ranks do not exchange those of their shards.
+        if not self._is_part and self.plan.bytes > free_bytes:
             with self._abort_on_error():
                 raise CheckpointError(
                     f"Not enough space in {split_key(self._address.key)[0]}: the checkpoint needs "
-                    f"{format_size(self.plan.bytes)}, and {format_size(openings[0].free_bytes)} are free. Free space, or "
+                    f"{format_size(self.plan.bytes)}, and {format_size(free_bytes)} are free. Free space, or "
                     "choose another directory."
                 )
         return self._address
@@ -316,7 +300,7 @@ class SaveOperation:
     def _compare(self, digests: Sequence[StateDigest]) -> SavePlan:
         """Find what differs between ranks, in an exchange of details if something does, and return the plan."""
         with self._abort_on_error():
-            _check_same_items(digests)
+            check_same_items(digests)
         own = digests[self._group.rank].items
 
         def find_differing(read: Callable[[ItemDigest], str]) -> frozenset[str]:
@@ -325,15 +309,15 @@ class SaveOperation:
         items = find_differing(lambda item: item.tensors)
         weights = {digest.weights for digest in digests}
         is_drifted = len(weights) > 1 and None not in weights
-        holders = tuple(range(self._group.size))
+        holders = self._ranks
         differing: dict[int, list[Part]] = {}
         if self._group.size > 1 and (items or is_drifted or not self._shared):
             names = self._state.list_tensors(items)
             has_layouts = bool(find_differing(lambda item: item.layout))
             details = self._exchange_details(names, send_parts=has_layouts, send_weights=is_drifted)
-            holders = tuple(rank for rank, each in enumerate(details) if each.sees_draft)
+            holders = tuple(rank for rank in self._ranks if details[rank].sees_draft)
             with self._abort_on_error():
-                differing = _find_rank_specific(self._state.list_parts(names), details)
+                differing = find_rank_specific(self._state.list_parts(names), details)
         return self._build_plan(digests, find_differing(lambda item: item.values), holders, differing)
 
     def _exchange_details(
@@ -369,21 +353,22 @@ class SaveOperation:
         differing = {part.name for parts in rank_specific.values() for part in parts}
         common = [name for name in tensors if name not in differing]
         replicated = self._state.list_parts(sorted(n for n in common if not is_sharded(tensors[n])))
+        rank_specific = {number: parts for number, parts in rank_specific.items() if number in self._ranks}
         sets = [FileSet.from_files(holders, split_replicated_parts(replicated, len(holders)))]
         replicas: dict[ShardSet, list[int]] = {}
-        for number, digest in enumerate(digests):
-            for shards in digest.shards:
+        for number in self._ranks:
+            for shards in digests[number].shards:
                 replicas.setdefault(shards, []).append(number)
         for shards, ranks in replicas.items():
             sets.append(FileSet(tuple(ranks), dict(shards.num_files), self._state.shards.get(shards, ())))
         of_ranks, small = [], list[Part]()
         for number, parts in rank_specific.items():
             named = [replace(part, name=rank_tensor_name(part.name, number)) for part in parts]
-            large = [part for part in named if part.bytes > _SMALL and number in holders]
+            large = [part for part in named if part.bytes > self._max_small and number in holders]
             sets.append(FileSet.from_files((number,), split_parts(large)))
             small += [part for part in named if part not in large]
             of_ranks += named
-        sets.append(FileSet.from_files((0,), split_parts(small)))
+        sets.append(FileSet.from_files((self._first,), split_parts(small)))
         (*own, small_files), file_names = plan_files(sets, rank)
         files = tuple(file for files in own for file in files)
         self._sources = {
@@ -397,6 +382,9 @@ class SaveOperation:
             for part in small
             if part.name in is_own
         }
+        if self._is_part:
+            sharded = [part for part in self._state.list_parts(common) if is_sharded(tensors[part.name])]
+            self._sharded = {part.name: TensorEntry(part.dtype, part.shape, ()) for part in sharded}
         return SavePlan(
             files,
             tuple(small_files),
@@ -428,7 +416,7 @@ class SaveOperation:
             problem = format_problems([each for each, _ in reports])
             with catch_error() as committing:
                 if group.rank == 0 and problem is None:
-                    manifest = self._commit([written for _, written in reports])
+                    manifest = self._commit({rank: written for rank, (_, written) in enumerate(reports)})
             if committing.error is not None:
                 problem = format_problems([committing.problem, *[None] * (group.size - 1)])
             raise_problem(group.broadcast(problem), committing.error or writing.error)
@@ -441,9 +429,13 @@ class SaveOperation:
         tensors = self._put_files(self.plan.files)
         self._sources = {}
         if self._has_hooks and draft.is_shared:
-            self._files |= draft.put_hook_files(self.plan.file_names)
+            self._files |= draft.put_hook_files(self._names_not_of_hooks())
         values = {name: self._state.values[name] for name in self.plan.differing_values}
         return Written(tensors, self._files, values, self._small)
+
+    def _names_not_of_hooks(self) -> frozenset[str]:
+        """Return the names of files in the draft that hooks have not written."""
+        return self.plan.file_names
 
     def _put_files(self, files: Sequence[PlannedFile]) -> dict[str, TensorEntry]:
         """Write files; return their tensors."""
@@ -473,11 +465,14 @@ class SaveOperation:
             entries.append((part.name, TensorEntry(part.dtype, part.shape, (chunk,))))
         return entries
 
-    def _commit(self, written: Sequence[Written]) -> Manifest:
-        """Write the small tensors of all ranks, and commit the draft; on rank 0."""
+    def _commit(self, reports: Mapping[int, Written]) -> Manifest:
+        """Write the small tensors of all ranks, and commit the draft; on the first rank that writes it."""
+        written = list(reports.values())
         self._sources = {name: tensor for each in written for name, tensor in each.small.items()}
         small = self._put_files(self.plan.small_files)
-        tensors = merge_tensors(self.plan.tensors, [*(each.tensors for each in written), small])
+        tensors = merge_tensors(
+            self.plan.tensors, [*(each.tensors for each in written), small], self._sharded
+        )
         differing = self.plan.differing_values
         manifest = Manifest(
             save=self._join().address.save,
@@ -486,11 +481,18 @@ class SaveOperation:
             step=self._num_steps,
             versions={"accel": __version__, "torch": str(torch.__version__)},
             values={name: value for name, value in self._state.values.items() if name not in differing},
-            values_by_rank={name: [each.values[name] for each in written] for name in sorted(differing)},
+            values_by_rank={
+                name: [
+                    reports[rank].values[name] if rank in reports else None
+                    for rank in range(self._group.size)
+                ]
+                for name in sorted(differing)
+            },
             tensors=tensors,
             files={name: file for each in written for name, file in each.files.items()} | self._files,
             class_names=self._state.class_names,
             run=self._run,
+            ranks=self._ranks if self._is_part else (),
         )
         self._join().commit(manifest)
         return manifest
@@ -530,9 +532,9 @@ def _begin_free_draft(target: SaveTarget, store: Store) -> Draft:
     """Return the draft of a save, under the first chosen key that no other process takes."""
     for attempt in range(_ATTEMPTS):
         try:
-            return store.begin(target.choose(), uuid.uuid4().hex[:12], new=target.numbered)
+            return store.begin(target.choose(), target.save or uuid.uuid4().hex[:12], new=target.numbered)
         except KeyExistsError:
-            if attempt == _ATTEMPTS - 1:
+            if attempt == _ATTEMPTS - 1 or target.save:
                 raise
             # Two processes that have both given way should not collide again.
             time.sleep(random.uniform(0, 0.01))  # noqa: S311 - no secret
@@ -543,43 +545,15 @@ def _digest(values: Any) -> str:
     return hash_bytes(json.dumps(values).encode())
 
 
-def _check_same_items(digests: Sequence[StateDigest]) -> None:
-    """Raise `CheckpointError` if not all ranks have the same items."""
-    common = set.intersection(*(set(digest.items) for digest in digests))
-    if missing := [
-        f"{name} on rank {rank}"
-        for rank, digest in enumerate(digests)
-        for name in digest.items
-        if name not in common
-    ]:
+def _check_same_number(drafts: Sequence[DraftAddress | None]) -> None:
+    """Raise `CheckpointError` if the drafts of several nodes do not have the same name."""
+    names = {split_key(draft.key)[1]: rank for rank, draft in enumerate(drafts) if draft is not None}
+    if len(names) > 1:
+        listed = ", ".join(f"{name} on rank {rank}" for name, rank in names.items())
         raise CheckpointError(
-            f"Not all ranks have the same state to save: {', '.join(missing)}. Prepare and register the same objects on every "
-            "rank."
+            f"save_state() cannot number the checkpoint: the nodes have different numbers ({listed}). Assign "
+            "ProjectConfiguration.iteration on every rank."
         )
-
-
-def _find_rank_specific(own: Sequence[Part], details: Sequence[Details]) -> dict[int, list[Part]]:
-    """Return the tensors of each rank that differ between ranks, or that some ranks do not have."""
-    ranks = [
-        {part.name: (part, value) for part, value in zip(each.parts or own, each.hashes, strict=True)}
-        for each in details
-    ]
-    first = ranks[0]
-    differing = {
-        name
-        for name in set().union(*ranks)
-        if any(name not in tensors or tensors[name][1] != first[name][1] for tensors in ranks)
-    }
-    for rank, tensors in enumerate(ranks):
-        if sharded := [name for name in sorted(differing & tensors.keys()) if tensors[name][1] is None]:
-            raise CheckpointError(
-                f"Cannot save {sharded[0]}: it is sharded on rank {rank}, and not on all ranks. Use the same objects on every "
-                "rank."
-            )
-    return {
-        rank: [part for name, (part, _) in tensors.items() if name in differing]
-        for rank, tensors in enumerate(ranks)
-    }
 
 
 def _shared_name(name: str) -> str:

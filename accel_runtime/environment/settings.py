@@ -275,6 +275,10 @@ class Settings:
     """If true, the floating-point operations of the third step are counted."""
     shared_files: bool = True
     """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
+    node_dir: str = ""
+    """Directory on the disk of each node for most checkpoints with automatic names; empty is none."""
+    store_every: int = 10
+    """Number of saves of which one goes to the project directory if there is a `node_dir`."""
     parallel: Parallel = field(default_factory=Parallel)
     """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)

@@ -157,7 +157,7 @@ class ProjectConfiguration(Configuration):
     """Directories of a project, and the names and number of its checkpoints.
 
     Raises:
-        ValueError: If the limit is below 1, or a number is negative.
+        ValueError: If the limit or `store_every` is below 1, a number is negative, or there is a `node_dir` and names are not automatic.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -174,9 +174,20 @@ class ProjectConfiguration(Configuration):
     """If True, `Accelerator.save` writes on every node, not only on the first."""
     async_save: bool = False
     """If True, `save_state` writes in the background by default; its buffers are allocated after the first step."""
+    node_dir: str | os.PathLike[str] | None = None
+    """A directory on the disk of each node, where most saves go; None means that of the profile, or none."""
+    store_every: int | None = None
+    """The number of saves of which one goes to `project_dir` if there is a `node_dir`; None means that of the profile, 10."""
 
     @override
     def _check(self) -> None:
+        if self.node_dir is not None and not self.automatic_checkpoint_naming:
+            raise ValueError(
+                f"Invalid node_dir {os.fspath(self.node_dir)!r}: only checkpoints with automatic names can be on the disks of nodes. "
+                "Set automatic_checkpoint_naming=True, or leave out node_dir."
+            )
+        if self.store_every is not None and self.store_every < 1:
+            raise ValueError(f"Invalid store_every {self.store_every}: expected at least 1, or None.")
         if self.total_limit is not None and self.total_limit < 1:
             raise ValueError(f"Invalid total_limit {self.total_limit}: expected at least 1, or None.")
         if self.iteration < 0:

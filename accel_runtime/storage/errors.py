@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveStep",
     "DamageError",
+    "PartError",
     "RequestError",
     "catch_error",
     "check_same_directory",
@@ -60,6 +61,18 @@ class DamageError(CheckpointError):
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+class PartError(CheckpointError):
+    """The parts of a checkpoint on the disks of the nodes lack what a rank needs; raised on all ranks, and nothing has changed."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"Cannot load the part of one node: {reason}. Load a checkpoint of the project directory, or use the ranks and nodes "
+            "of the save."
+        )
+        self.reason = reason
+        """Why the parts do not suffice, as the part of a sentence."""
 
 
 class CollectiveStep:

@@ -235,6 +235,10 @@ class Manifest:
         """Return whether this is the part of one node, and other nodes have the rest."""
         return bool(self.ranks)
 
+    def is_rank_specific(self, item: str) -> bool:
+        """Return whether the states of an item differ between ranks."""
+        return item in self.values_by_rank or any("#" in name for name in self.tensors_of(item))
+
     def find_incomplete(self, item: str) -> str | None:
         """Return a tensor of an item of which this part does not have every element; None if there is none."""
         if not self.is_part:
@@ -265,11 +269,7 @@ class Manifest:
     def check(self) -> None:
         """Raise `FieldError` if chunks are not inside their files, or states refer to tensors that are missing."""
         self._check_ranks()
-        for name, entry in self.tensors.items():
-            try:
-                entry.check_coverage(is_part=self.is_part)
-            except FieldError as error:
-                raise error.inside("tensors", name) from None
+        self._check_coverage()
         self._check_chunks()
         for item, states in self.values_by_rank.items():
             if item in self.values:
@@ -302,7 +302,17 @@ class Manifest:
             and self.ranks[-1] < self.world_size
             and len(self.ranks) < self.world_size
         ):
-            raise FieldError(f"is {shorten(str(list(self.ranks)))}, and should be some ranks in order", ("ranks",))
+            raise FieldError(
+                f"is {shorten(str(list(self.ranks)))}, and should be some ranks in order", ("ranks",)
+            )
+
+    def _check_coverage(self) -> None:
+        """Raise `FieldError` if chunks do not cover their tensor; those of a part may leave out elements."""
+        for name, entry in self.tensors.items():
+            try:
+                entry.check_coverage(is_part=self.is_part)
+            except FieldError as error:
+                raise error.inside("tensors", name) from None
 
     def _list_tensor_ranks(self) -> Mapping[str, set[int]]:
         """Return the ranks of each rank-specific tensor; raise `FieldError` for a rank that there was not."""
@@ -456,7 +466,9 @@ def _overlap(first: Chunk, second: Chunk) -> bool:
         return False
     return all(
         start < other + length and other < start + size
-        for start, size, other, length in zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+        for start, size, other, length in zip(
+            first.offsets, first.sizes, second.offsets, second.sizes, strict=True
+        )
     )
 
 

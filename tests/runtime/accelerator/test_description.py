@@ -193,6 +193,8 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "resume": (False, "default"),
         "measure_flops": (False, "default"),
         "shared_files": (True, "default"),
+        "node_dir": ("", "default"),
+        "store_every": (10, "default"),
         "spmd": (False, "default"),
     }
 

@@ -61,6 +61,8 @@ every_settings = st.builds(
     spmd=st.booleans(),
     resume=st.booleans(),
     shared_files=st.booleans(),
+    node_dir=st.sampled_from(["", "/local/checkpoints"]),
+    store_every=st.integers(min_value=1),
     parallel=every_parallel,
     fully_shard=every_fully_shard,
 )
