@@ -186,6 +186,11 @@ class ProjectConfiguration(Configuration):
                 f"Invalid node_dir {os.fspath(self.node_dir)!r}: only checkpoints with automatic names can be on the disks of nodes. "
                 "Set automatic_checkpoint_naming=True, or leave out node_dir."
             )
+        if self.node_dir is not None and "://" in os.fspath(self.node_dir):
+            raise ValueError(
+                f"Invalid node_dir {os.fspath(self.node_dir)!r}: it is on the disk of each node. Pass a local directory; project_dir "
+                "may be a URL."
+            )
         if self.store_every is not None and self.store_every < 1:
             raise ValueError(f"Invalid store_every {self.store_every}: expected at least 1, or None.")
         if self.total_limit is not None and self.total_limit < 1:

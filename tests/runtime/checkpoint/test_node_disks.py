@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import shutil
 import signal
@@ -16,12 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import call_accel
 from support.runs.file_system import flip_bit
 from support.runs.sharded_runs import build_accelerator, set_settings, to_full
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import ProjectConfiguration
+from accel_runtime.checkpoint.node_disks import locate_project
 from accel_runtime.collectives.handshake import Handshake
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
@@ -356,3 +359,132 @@ def test_a_save_to_the_nodes_needs_the_exchanges_of_one_to_the_store_and_fewer_b
     for on_nodes, in_store in four.run(count_exchanges, memory, 2):
         assert len(on_nodes) == len(in_store)
         assert sum(on_nodes) < sum(in_store)
+
+
+# Options, hooks and commands -----------------------------------------------------------------
+
+
+def save_with_settings(folder, naming):
+    """Save twice with `node_dir` and `store_every` of the profile; return the keys and the warnings."""
+    rank = int(os.environ["RANK"])
+    with set_settings({"node_dir": folder / f"node-{rank // 2}", "store_every": 2}):
+        project = ProjectConfiguration(project_dir=folder / "project", automatic_checkpoint_naming=naming)
+        accelerator = build_accelerator({}, project_config=project)
+    accelerator.prepare(nn.Linear(2, 2))
+    warnings, handler = [], logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("accel_runtime.checkpoint").addHandler(handler)
+    try:
+        keys = [accelerator.save_state(None if naming else folder / "named") for _ in range(2)]
+    finally:
+        logging.getLogger("accel_runtime.checkpoint").removeHandler(handler)
+    described = accelerator.describe().options["node_dir"]
+    return [Path(key).relative_to(folder).parts[0] for key in keys], warnings, described.origin
+
+
+def test_the_profile_sets_the_disk_of_a_script_that_does_not(four, memory):
+    for rank, (places, warnings, origin) in enumerate(four.run(save_with_settings, memory, True)):
+        assert places == [f"node-{rank // 2}", "project"]
+        assert (warnings, origin) == ([], "ACCEL_NODE_DIR")
+
+
+def test_a_disk_of_the_profile_without_automatic_names_is_reported_once(four, memory):
+    results = four.run(save_with_settings, memory, False)
+    assert [places for places, *_ in results] == [["named", "named"]] * 4
+    assert [len(warnings) for _, warnings, _ in results] == [1, 0, 0, 0]
+    assert results[0][1][0].startswith("node_dir has no effect: the script names its checkpoints.")
+
+
+def test_the_disk_of_the_script_replaces_that_of_the_profile(tmp_path):
+    project = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, node_dir=tmp_path / "own")
+    with set_settings({"node_dir": tmp_path / "profile", "store_every": 7}):
+        accelerator = build_accelerator({}, project_config=project)
+    options = accelerator.describe().options
+    assert (options["node_dir"].value, options["node_dir"].origin) == (str(tmp_path / "own"), "argument")
+    assert (options["store_every"].value, options["store_every"].origin) == (7, "ACCEL_STORE_EVERY")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"node_dir": "x"}, "Set automatic_checkpoint_naming=True, or leave out node_dir"),
+        ({"node_dir": "s3://b/x", "automatic_checkpoint_naming": True}, "Pass a local directory"),
+        ({"store_every": 0}, "expected at least 1"),
+    ],
+)
+def test_options_without_effect_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ProjectConfiguration(**options)
+
+
+def test_projects_of_one_name_have_directories_of_their_own(tmp_path, monkeypatch):
+    first, second = (
+        locate_project("/local", tmp_path / "a" / "run"),
+        locate_project("/local", tmp_path / "b" / "run"),
+    )
+    assert first != second
+    assert first.parent == Path("/local")
+    assert first.name.startswith("run-")
+    monkeypatch.chdir(tmp_path / "..")
+    assert locate_project("/local", f"{tmp_path.name}/a/run/") == first
+    assert locate_project("/local", "s3://bucket/run") == locate_project("/local", "s3://bucket/run/")
+
+
+def save_with_hook(folder, where):
+    """Save with a hook that writes a note on each node or on the first rank, and load it with a hook."""
+    run = Training(folder, "replicated")
+    leads = run.accelerator.process_index in ((0, 2) if where == "each node" else (0,))
+    run.accelerator.register_save_state_pre_hook(
+        lambda _models, _weights, output_dir: leads and Path(output_dir, "note").write_text("kept")
+    )
+    run.train(1)
+    error = notes = None
+    try:
+        run.accelerator.save_state()
+    except CheckpointError as raised:
+        error = str(raised)
+    else:
+        notes = []
+        run.accelerator.register_load_state_pre_hook(
+            lambda _models, input_dir: notes.append(Path(input_dir, "note").read_text())
+        )
+        assert run.resume() == (0, "node")
+    run.accelerator.wait_for_everyone()
+    return error, notes, list_names(folder)[0]
+
+
+def test_files_of_hooks_are_read_from_the_own_node_or_their_lack_is_an_error(four, memory):
+    assert [each[:2] for each in four.run(save_with_hook, memory, "each node")] == [(None, ["kept"])] * 4
+    shutil.rmtree(memory)
+    errors = four.run(save_with_hook, memory, "first rank")
+    assert len({text for text, *_ in errors}) == 1
+    assert "a save hook wrote note on the node of rank 0, and not on that of rank 2" in errors[0][0]
+    assert errors[0][2] == {}
+
+
+def load_part(folder):
+    """Load the newest checkpoint of the nodes by its path, on fewer ranks than saved it."""
+    run = Training(folder, "sharded", nodes=1)
+    [part] = folder.glob("node-0/*/checkpoint_0")
+    before = run.state()
+    with pytest.raises(CheckpointError) as raised:
+        run.accelerator.load_state(part)
+    assert run.state() == before
+    return str(raised.value)
+
+
+def test_the_commands_name_the_part_of_a_node_and_export_no_incomplete_tensor(four, clusters, memory, capfd):
+    four.run(train_and_save, memory, "sharded", 1, (1,))
+    [part] = memory.glob("node-1/*/checkpoint_0")
+
+    def call(*arguments):
+        return call_accel(capfd, "checkpoint", *map(str, arguments))
+
+    assert "complete (the part of one node: ranks 2, 3 of 4)" in call("list", part.parent).stdout
+    assert " is complete (the part of one node: ranks 2, 3 of 4)" in call("verify", part).stdout
+    assert "processes\t4 (the part of one node: ranks 2, 3 of 4)" in call("show", part).stdout
+    refused = call("export", part, "-o", memory / "m.safetensors")
+    assert refused.returncode == 2
+    assert "it is the part of one node, and other nodes have the rest of model/" in refused.stderr
+    text = clusters[2].run(load_part, memory)[0]
+    assert text.startswith("Cannot load the part of one node: rank 0: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,53 @@ def test_the_verified_parts_cover_every_byte_of_the_files_once(manifest):
 def test_any_other_text_is_not_a_manifest(text):
     with pytest.raises(CheckpointError, match="it is not a checkpoint manifest"):
         Manifest.parse(text, PATH)
+
+
+def make_part(manifest, ranks, chunks=slice(1, None)):
+    """Return a manifest of 8 ranks that has the states of some ranks, and some chunks of each tensor."""
+    tensors = {name: replace(entry, chunks=entry.chunks[chunks]) for name, entry in manifest.tensors.items()}
+    states = {
+        item: [states[0] if rank in ranks else None for rank in range(8)]
+        for item, states in manifest.values_by_rank.items()
+    }
+    return replace(manifest, world_size=8, ranks=ranks, tensors=tensors, values_by_rank=states)
+
+
+@given(manifests(), st.sampled_from([(0,), (2, 3), (1, 4, 7)]))
+@settings(max_examples=40)
+def test_the_part_of_a_node_has_the_states_of_its_ranks_and_tensors_without_some_elements(manifest, ranks):
+    part = Manifest.parse(make_part(manifest, ranks).text(), PATH)
+    assert part == make_part(manifest, ranks)
+    assert part.is_part
+    for name, entry in part.tensors.items():
+        assert part.find_incomplete("item") is not None
+        assert math.prod(entry.shape) * 4 > entry.bytes, name
+
+
+@given(manifests().filter(lambda manifest: manifest.tensors))
+@settings(max_examples=25)
+def test_a_manifest_that_names_no_ranks_has_every_element(manifest):
+    with pytest.raises(CheckpointError, match="do not cover the tensor exactly once"):
+        Manifest.parse(make_part(manifest, ()).text(), PATH)
+
+
+@pytest.mark.parametrize("ranks", [(3, 1), (2, 2), (8,), tuple(range(8))])
+def test_ranks_of_a_part_that_cannot_be_are_refused(ranks):
+    manifest = Manifest("s", "2026-11-21T15:00:00Z", 8, 0, {}, {}, ranks=ranks)
+    with pytest.raises(CheckpointError, match="should be some ranks in order"):
+        Manifest.parse(manifest.text(), PATH)
+
+
+def test_chunks_of_a_part_do_not_overlap():
+    chunks = tuple(
+        Chunk("f", 8 + 16 * number, 16, hash_bytes(b""), (start, 0), (2, 2))
+        for number, start in enumerate((0, 1))
+    )
+    tensors = {"item/x": TensorEntry("float32", (9, 2), chunks)}
+    files = {"f": FileEntry(40, hash_bytes(b""), 8, hash_bytes(b""))}
+    manifest = Manifest("s", "2026-11-21T15:00:00Z", 8, 0, {}, {}, {}, tensors, files, ranks=(1,))
+    with pytest.raises(CheckpointError, match="cover elements twice"):
+        Manifest.parse(manifest.text(), PATH)
+    apart = replace(chunks[1], offsets=(2, 0))
+    tensors["item/x"] = replace(tensors["item/x"], chunks=(chunks[0], apart))
+    assert Manifest.parse(manifest.text(), PATH).tensors == tensors
