@@ -151,7 +151,7 @@ def test_a_run_resumes_from_the_nodes_bit_for_bit_and_from_the_store_if_a_node_i
     require_same(resumed, (2, "store"), 3)
     notes = resumed[0][3]
     assert "checkpoint_4 on the disks of the nodes is not used: missing on the node of rank 2, 3" in notes[0]
-    assert "(step 3), on the project directory" in notes[-1]
+    assert "(step 3), in the project directory" in notes[-1]
 
 
 def test_a_damaged_file_on_one_node_leads_to_the_checkpoint_before_with_the_reason(four, memory):
@@ -227,7 +227,10 @@ def test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before(f
     assert [name.partition("-")[0] for name in on_nodes["node-1"]] == [".checkpoint_1.saving", "checkpoint_0"]
     resumed = four.run(resume_and_save, memory)
     assert {found for found, _ in resumed} == {(0, "node")}
-    assert "checkpoint_1 on the disks of the nodes is not used: " in resumed[0][1][0]
+    assert (
+        "checkpoint_1 on the disks of the nodes is not used: missing on the node of rank 2, 3"
+        in resumed[0][1][0]
+    )
     # The number is not used again, what is on one node only is removed, and so are leftovers.
     kept = ["checkpoint_0", "checkpoint_3"]
     assert list_names(memory) == ({"node-0": kept, "node-1": kept}, ["checkpoint_2", "checkpoint_4"])
