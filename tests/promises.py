@@ -229,6 +229,15 @@ RUNTIME = (
         "newest checkpoint",
     ),
     Promise(
+        "Checkpoints on the disks of nodes",
+        "resume() continues from the newest checkpoint that all nodes have; if a node is lost, from the newest in the project directory.",
+        (
+            "tests/runtime/checkpoint/test_node_disks.py::test_a_run_resumes_from_the_nodes_bit_for_bit_and_from_the_store_if_a_node_is_lost",
+            "tests/runtime/checkpoint/test_node_disks.py::test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before",
+        ),
+        "part that a node does not have",
+    ),
+    Promise(
         "Restarts use their own checkpoints",
         "A restart never loads the checkpoints of another run in the project.",
         (

@@ -31,7 +31,12 @@ from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.utils import set_seed
 
-LAYOUTS = {"replicated": {}, "sharded": {"dp_shard": "auto"}}
+LAYOUTS = {
+    "replicated": {},
+    "sharded": {"dp_shard": "auto"},
+    "sharded on each node": {"dp_replicate": 2, "dp_shard": 2},
+}
+EVERY_LAYOUT = ["replicated", "sharded", pytest.param("sharded on each node", marks=pytest.mark.full)]
 
 
 class Training:
@@ -118,7 +123,7 @@ def four(clusters):
     return clusters[4]
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_run_resumes_from_the_nodes_bit_for_bit_and_from_the_store_if_a_node_is_lost(four, layout, memory):
     first = four.run(train_and_save, memory, layout, 8, (1, 2, 3, 4, 5))
     for rank, (_, keys, _) in enumerate(first):
@@ -236,6 +241,7 @@ def test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before(f
     assert list_names(memory) == ({"node-0": kept, "node-1": kept}, ["checkpoint_2", "checkpoint_4"])
 
 
+@pytest.mark.full
 def test_a_crash_before_the_rename_of_the_last_node_loses_nothing(four, memory):
     assert four.run_until_killed(save_and_end_between_commits, memory, "rename")
     assert {found for found, _ in four.run(resume_and_save, memory)} == {(1, "node")}
@@ -268,7 +274,7 @@ def test_a_failure_on_one_node_removes_the_checkpoint_on_all(four, memory, rank,
         assert saved == ({node: ["checkpoint_0", "checkpoint_2"] for node in failed[0]}, [])
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.full)])
 def test_another_world_size_resumes_from_the_store_unless_one_node_has_all(four, clusters, layout, memory):
     first = four.run(train_and_save, memory, layout, 8, (1, 2, 3, 4))
     resumed = clusters[2].run(resume_and_train, memory, layout, 8)
