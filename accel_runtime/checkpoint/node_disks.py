@@ -174,16 +174,18 @@ class NodeDisks:
         """Remove leftovers of crashes, and what is older than the newest checkpoints that all nodes have."""
         try:
             self._store.remove_leftovers(self._parent, self._next)
-            complete, damaged = list_numbered(self._store, self._parent)
-            present, known = [each.number or 0 for each in complete], self._complete[-_KEPT:]
-            older = [number for number in present if number < known[0]]
-            kept = {*known, *older[len(older) - (_KEPT - len(known)) :]}
-            for number in {*present, *damaged} - kept:
-                self._store.delete(numbered_key(self._parent, number))
+            kept = self._complete[-_KEPT:]
+            if len(kept) < _KEPT:  # at the first save of a run, which has not loaded any
+                complete = [each.number or 0 for each in list_numbered(self._store, self._parent)[0]]
+                kept = [*[number for number in complete if number < kept[0]][-1:], *kept]
+            for key in self._store.list(self._parent):
+                number = parse_number(split_key(key)[1])
+                if number is not None and number not in kept:
+                    self._store.delete(key)
             for marker in self.directory.glob(f"{_MARKER}*"):
                 if time.time() - marker.stat().st_mtime > _MARKER_S:
                     marker.unlink()
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             _LOG.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
 
     # Loading -----------------------------------------------------------------------------
@@ -293,23 +295,17 @@ class NodeSave(SaveOperation):
         with self._abort_on_error():
             _check_same_hook_files(step.values)
         try:
-            with errors_on_all_ranks(group.all_gather):
+            with self._step():
                 if group.rank == self._first:
                     manifest = self._commit({rank: self._take_report(rank) for rank in self._ranks})
-        except BaseException:
-            self._remove_committed(is_committed=manifest is not None)
+        except CheckpointError:
+            # Another node does not have its part. If a rank was lost instead, a load finds out which nodes have theirs.
+            if manifest is not None:
+                with suppress(OSError):
+                    self._store.delete(self._join().address.key)
             raise
         self._join().close()
         return manifest
-
-    def _remove_committed(self, *, is_committed: bool) -> None:
-        """Remove the part of this node, which another node does not have."""
-        draft = self._join()
-        draft.discard()
-        draft.close()
-        if is_committed:
-            with suppress(OSError):
-                self._store.delete(draft.address.key)
 
     @override
     def _names_not_of_hooks(self) -> frozenset[str]:

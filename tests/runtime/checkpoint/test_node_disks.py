@@ -192,6 +192,8 @@ class EndsInCommit(FileSystem):
         if self.step == "rename" and ".removing" not in target.name:
             self.end(target)
         super().rename(source, target)
+        if self.step == "renamed" and target.name == "checkpoint_1":
+            self.end(target)
 
     def end(self, path):
         if int(os.environ["RANK"]) not in self.ranks:
@@ -242,8 +244,9 @@ def test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before(f
 
 
 @pytest.mark.full
-def test_a_crash_before_the_rename_of_the_last_node_loses_nothing(four, memory):
-    assert four.run_until_killed(save_and_end_between_commits, memory, "rename")
+@pytest.mark.parametrize("step", ["rename", "renamed"])
+def test_a_crash_at_the_rename_of_the_last_node_loses_nothing(four, memory, step):
+    assert four.run_until_killed(save_and_end_between_commits, memory, step)
     assert {found for found, _ in four.run(resume_and_save, memory)} == {(1, "node")}
 
 
