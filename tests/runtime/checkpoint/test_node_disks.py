@@ -9,8 +9,10 @@ import errno
 import io
 import logging
 import os
+import random
 import shutil
 import signal
+import threading
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -36,6 +38,7 @@ LAYOUTS = {
     "sharded": {"dp_shard": "auto"},
     "sharded on each node": {"dp_replicate": 2, "dp_shard": 2},
 }
+KILLS = int(os.environ.get("NODE_DISK_KILLS", "6"))
 EVERY_LAYOUT = ["replicated", "sharded", pytest.param("sharded on each node", marks=pytest.mark.full)]
 
 
@@ -248,6 +251,41 @@ def test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before(f
 def test_a_crash_at_the_rename_of_the_last_node_loses_nothing(four, memory, step):
     assert four.run_until_killed(save_and_end_between_commits, memory, step)
     assert {found for found, _ in four.run(resume_and_save, memory)} == {(1, "node")}
+
+
+def save_until_killed(folder, layout, victim, delay):
+    """Resume, and save after each step until a rank is killed; note the steps whose saves have returned on this rank."""
+    run = Training(folder, layout, store_every=4)
+    run.resume()
+    rank = run.accelerator.process_index
+    saved = max(map(int, (folder / f"saved-{rank}").read_text().split()), default=0)
+    assert run.optimizer.steps >= saved, "a save that has returned is lost"
+    state = [run.optimizer.steps, run.model.state_dict()["0.bias"].sum().item()]
+    if layout == "replicated":
+        assert run.accelerator.gather(torch.tensor(state)).view(-1, 2).unique(dim=0).shape[0] == 1
+    first = run.optimizer.steps
+    while True:
+        if rank == victim and run.optimizer.steps == first + 1:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        step = run.optimizer.steps + 1
+        run.train(step, (step,))
+        with (folder / f"saved-{rank}").open("a") as log:
+            log.write(f"{step}\n")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_processes_that_are_killed_at_random_lose_no_save_that_has_returned(four, memory, layout):
+    draw = random.Random(7)
+    for rank in range(4):
+        (memory / f"saved-{rank}").touch()
+    for _ in range(KILLS):
+        assert four.run_until_killed(
+            save_until_killed, memory, layout, draw.randrange(4), draw.uniform(0, 0.3)
+        )
+    steps = [int(step) for step in (memory / "saved-0").read_text().split()]
+    assert len(steps) > KILLS
+    assert all(len(names) <= 3 for names in list_names(memory)[0].values()), "leftovers are removed"
 
 
 def fail_to_save(folder, ranks, step):
