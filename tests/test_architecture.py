@@ -39,6 +39,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/launchers/ssh/supervisor.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
     "accel_runtime/storage/obstore_client.py",
+    "accel_runtime/storage/client_process.py",
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
     "accel_cli/launchers/ray/jobs.py",
     "accel_cli/launchers/ray/node.py",

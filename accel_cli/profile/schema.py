@@ -183,6 +183,13 @@ class Profile(Section):
             description="With `node_dir`, save one of so many checkpoints in the project directory, which outlives the nodes.",
         ),
     ] = 10
+    store_timeout: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Repeat a failing call to an object store for so many seconds; then the save or load fails.",
+        ),
+    ] = 180
     parallel: Annotated[
         ParallelSection, Field(description="Sizes of data, tensor and context parallelism.")
     ] = ParallelSection()

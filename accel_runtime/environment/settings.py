@@ -279,6 +279,8 @@ class Settings:
     """Directory on the disk of each node for most checkpoints with automatic names; empty is none."""
     store_every: int = 10
     """Number of saves of which one goes to the project directory if there is a `node_dir`."""
+    store_timeout: int = 180
+    """Seconds for which a failing call to an object store is repeated."""
     parallel: Parallel = field(default_factory=Parallel)
     """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from accel_runtime.environment.locations import is_url
 from accel_runtime.storage.errors import AllGatherObjects
 from accel_runtime.storage.file_store import FileStore
-from accel_runtime.storage.obstore_client import RETRY_S
 from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store
 
 __all__ = ["AnyStore", "open_store"]
@@ -16,14 +15,14 @@ __all__ = ["AnyStore", "open_store"]
 
 def open_store(
     run: Mapping[str, str] | None = None,
-    retry_s: float = RETRY_S,
+    retry_s: float | None = None,
     before_first_url: Callable[[], None] = lambda: None,
 ) -> AnyStore:
     """Return the store of directories and of object stores.
 
     Args:
         run: Identity of this run; see `ObjectStore`.
-        retry_s: Seconds for which a failing call to an object store is repeated.
+        retry_s: Seconds for which a failing call to an object store is repeated; None is the time in the settings of the run.
         before_first_url: Called before the client of object stores is built.
     """
 

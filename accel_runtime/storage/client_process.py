@@ -29,6 +29,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
+from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import print_note
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.object_client import (
@@ -41,7 +42,7 @@ from accel_runtime.storage.object_client import (
     Upload,
     absent_error,
 )
-from accel_runtime.storage.obstore_client import RETRY_S, ObstoreClient, explain_missing_client
+from accel_runtime.storage.obstore_client import ObstoreClient, explain_missing_client
 
 __all__ = ["ProcessClient", "share_client"]
 
@@ -59,7 +60,7 @@ class ProcessClient(ObjectClient):
         connections: Number of uploads and reads that run at the same time.
     """
 
-    def __init__(self, retry_s: float = RETRY_S, connections: int = _CONNECTIONS) -> None:
+    def __init__(self, retry_s: float, connections: int = _CONNECTIONS) -> None:
         if problem := explain_missing_client():
             raise CheckpointError(problem)
         self._retry_s, self._connections = retry_s, connections
@@ -167,9 +168,9 @@ class ProcessClient(ObjectClient):
 
 
 @cache
-def share_client(retry_s: float = RETRY_S) -> ProcessClient:
-    """Return the client that all stores of this process use."""
-    return ProcessClient(retry_s)
+def share_client(retry_s: float | None = None) -> ProcessClient:
+    """Return the client that all stores of this process use; None is the time in the settings of the run."""
+    return ProcessClient(Settings.from_env(os.environ).store_timeout if retry_s is None else retry_s)
 
 
 class _Child:

@@ -32,10 +32,8 @@ from accel_runtime.storage.object_client import (
     absent_error,
 )
 
-__all__ = ["RETRY_S", "ObstoreClient", "explain_missing_client"]
+__all__ = ["ObstoreClient", "explain_missing_client"]
 
-RETRY_S = 180.0
-"""Seconds for which a call that fails is repeated."""
 _REQUEST_S = 60.0
 """Seconds after which a request without an answer has failed: a piece of 32 MiB needs 0.6 MB/s."""
 _CONNECT_S = 10.0
@@ -66,7 +64,7 @@ class ObstoreClient(ObjectClient):
 
     def __init__(
         self,
-        retry_s: float = RETRY_S,
+        retry_s: float,
         environ: Mapping[str, str] | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:

@@ -195,6 +195,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "shared_files": (True, "default"),
         "node_dir": ("", "default"),
         "store_every": (10, "default"),
+        "store_timeout": (180, "default"),
         "spmd": (False, "default"),
     }
 

@@ -63,6 +63,7 @@ every_settings = st.builds(
     shared_files=st.booleans(),
     node_dir=st.sampled_from(["", "/local/checkpoints"]),
     store_every=st.integers(min_value=1),
+    store_timeout=st.integers(min_value=1),
     parallel=every_parallel,
     fully_shard=every_fully_shard,
 )
