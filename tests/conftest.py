@@ -202,6 +202,31 @@ def aws(aws_plane, monkeypatch):
     aws_plane.reset()
 
 
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    """Start an S3 server: Ceph's where it is installed, and in CI also where it can be installed, otherwise moto's."""
+    from support.s3.server import start_server
+
+    server = start_server(tmp_path_factory.mktemp("s3") / "server")
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3_proxy(s3_server):
+    """Return a proxy of faults in front of the S3 server."""
+    from support.s3.fault_proxy import FaultProxy
+
+    with FaultProxy(s3_server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def s3_url(s3_server):
+    """Return the URL of a folder in an empty bucket."""
+    return f"s3://{s3_server.create_bucket()}/run"
+
+
 @pytest.fixture
 def terminal(cwd):
     """Return a function that opens terminals with `accel config`; close those that a failed test left open."""

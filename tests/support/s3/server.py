@@ -24,17 +24,28 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from support.hosts.debian import install
+from filelock import FileLock
+from support.hosts.debian import UnavailableError, install
 from support.processes import free_port
 from support.waits import wait_until
 
-__all__ = ["ACCESS_KEY", "REGION", "SECRET_KEY", "CephServer", "MotoServer", "S3Server", "client_variables"]
+__all__ = [
+    "ACCESS_KEY",
+    "REGION",
+    "SECRET_KEY",
+    "CephServer",
+    "MotoServer",
+    "S3Server",
+    "client_variables",
+    "start_server",
+]
 
 ACCESS_KEY = "AKIATESTSOFACCELKEY0"
 SECRET_KEY = "secret/of+the/tests/of+accel/0123456789ab"
@@ -235,7 +246,8 @@ class CephServer(S3Server):
         return all(map(shutil.which, _PROGRAMS))
 
     def _start(self):
-        install(_PACKAGES, _PROGRAMS)
+        with FileLock(Path(tempfile.gettempdir()) / "accel-tests-ceph.lock"):
+            install(_PACKAGES, _PROGRAMS)
         self._write_configuration()
         keyring, monitors = self.folder / "keyring", self.folder / "monmap"
         self._call(
@@ -294,3 +306,11 @@ class CephServer(S3Server):
         )
         assert process.returncode == 0, f"{command[0]}: {process.stderr[-2000:]}"
         return process.stdout
+
+
+def start_server(folder):
+    """Start the server of the tests that need no particular one."""
+    if CephServer.is_installed() or os.environ.get("CI"):
+        with contextlib.suppress(UnavailableError):
+            return CephServer(folder).start()
+    return MotoServer(folder).start()
