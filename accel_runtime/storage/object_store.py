@@ -53,6 +53,7 @@ __all__ = ["LEFTOVER_AGE_S", "ObjectStore"]
 LEFTOVER_AGE_S = 3600.0
 """Seconds since the last write of an unfinished save after which it is taken for a crashed one."""
 _CHANGES = 100
+_PROBE = "probe"
 """Number of changes by other processes after which a reader gives up: each is a save or a removal."""
 
 
@@ -190,7 +191,7 @@ class ObjectStore(Store):
 
     def check_access(self, parent: str) -> None:
         """Write, read, list and remove an object below a parent."""
-        probe = f"{parent}/{DRAFTS}/probe/{uuid.uuid4().hex}"
+        probe = f"{parent}/{DRAFTS}/{_PROBE}/{uuid.uuid4().hex}"
         self.client.put(probe, b"probe", if_absent=True)
         self.client.get(probe)
         self.client.list_level(f"{parent}/")
@@ -199,10 +200,13 @@ class ObjectStore(Store):
     def remove_leftovers(self, parent: str, below: int) -> None:
         """Remove what is left of new keys that were never committed, or removed by a process that has crashed."""
         names: dict[str, set[str]] = {}
-        drafts = f"{parent}/{DRAFTS}/"
+        drafts, probes = f"{parent}/{DRAFTS}/", []
         for stored in self.client.list(drafts):
             name, _, save = stored.key.removeprefix(drafts).partition("/")
             names.setdefault(name, set()).add(save)
+            if name == _PROBE and self._now() - stored.modified > self._leftover_age_s:
+                probes.append(stored.key)
+        self.client.delete(probes)
         for name, saves in names.items():
             number = parse_number(name)
             if number is not None and number < below:
