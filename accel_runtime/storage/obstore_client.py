@@ -74,6 +74,8 @@ class ObstoreClient(ObjectClient):
         self._environ = os.environ if environ is None else environ
         self._report, self._next_report = report, 0.0
         self._stores: dict[str, Any] = {}
+        self._given_up: dict[str, float] = {}
+        """Time until which calls to a bucket are not repeated."""
         self._lock = threading.Lock()
 
     def start_put(self, key: str, size: int, *, wait: bool = True) -> Upload:  # noqa: ARG002 - nothing to wait for
@@ -121,8 +123,7 @@ class ObstoreClient(ObjectClient):
         import obstore  # noqa: PLC0415
 
         bucket, path = split_url(key)
-        retry = {"max_retries": _PART_RETRIES, "retry_timeout": timedelta(seconds=self._retry_s)}
-        store = _open_bucket(bucket, self._environ, retry)
+        store = _open_bucket(bucket, self._environ, self._retry_s, num_retries=_PART_RETRIES)
         # A service accepts 10,000 parts.
         part = max(_PART_BYTES, -(-size // _MAX_PARTS))
         try:
@@ -213,11 +214,12 @@ class ObstoreClient(ObjectClient):
         """Return the result of a call for the store and the path of a key; repeat it while its error may pass."""
         from obstore import exceptions  # noqa: PLC0415
 
-        start, delay, renewed = time.monotonic(), _FIRST_DELAY_S, False
+        start = time.monotonic()
         bucket, path = split_url(key)
+        deadline, delay, renewed = self._choose_deadline(bucket), _FIRST_DELAY_S, False
         while True:
             try:
-                return call(self._open(bucket), path)
+                result = call(self._open(bucket), path)
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 if "ConditionalRequestConflict" not in str(error):
                     raise ConditionError(key) from None
@@ -228,14 +230,27 @@ class ObstoreClient(ObjectClient):
                     raise absent_error(key) from None
             except (exceptions.BaseError, OSError) as error:
                 failure = Failure.from_error(error)
+            else:
+                self._given_up.pop(bucket, None)
+                return result
             if failure.is_of_credentials and not renewed:
                 renewed = True  # they may have expired, and the source may have new ones
                 self._forget(bucket)
-            elif not failure.may_pass or time.monotonic() + delay > start + self._retry_s:
-                raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
+            elif not failure.may_pass or time.monotonic() + delay > deadline:
+                raise self._give_up(key, bucket, failure) from None
             self._report_retries(bucket, failure, time.monotonic() - start)
             time.sleep(delay * random.uniform(0.5, 1))  # noqa: S311 - no secret
             delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    def _choose_deadline(self, bucket: str) -> float:
+        """Return the end of the retries of a call: at once after one without success, so that the error of a save is not late."""
+        now = time.monotonic()
+        return now if now < self._given_up.get(bucket, 0.0) else now + self._retry_s
+
+    def _give_up(self, key: str, bucket: str, failure: Failure) -> ObjectError:
+        if failure.may_pass:
+            self._given_up[bucket] = time.monotonic() + self._retry_s
+        return ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket))
 
     def _report_retries(self, bucket: str, failure: Failure, seconds: float) -> None:
         """Report a call that is repeated for long, once for all threads."""
@@ -253,7 +268,7 @@ class ObstoreClient(ObjectClient):
         with self._lock:
             if bucket not in self._stores:
                 try:
-                    self._stores[bucket] = _open_bucket(bucket, self._environ)
+                    self._stores[bucket] = _open_bucket(bucket, self._environ, self._retry_s)
                 except (ValueError, TypeError, exceptions.BaseError) as error:
                     reason = f"invalid settings: {_remove_urls(_first_line(str(error)))}"
                     raise ObjectError(bucket, reason, "Correct the variables of the environment.") from None
@@ -283,15 +298,22 @@ def _get_errors() -> tuple[type[Exception], ...]:
     return exceptions.BaseError, OSError
 
 
-def _open_bucket(bucket: str, environ: Mapping[str, str], retry: Mapping[str, Any] | None = None) -> Any:
-    """Return obstore's store for a bucket, with the settings and credentials of the environment."""
+def _open_bucket(
+    bucket: str, environ: Mapping[str, str], retry_s: float, *, num_retries: int = 0
+) -> Any:
+    """Return obstore's store for a bucket, with the settings and credentials of the environment.
+
+    A request takes no longer than all retries. `num_retries` are those of obstore.
+    """
     from obstore import store  # noqa: PLC0415
 
     endpoints = [environ.get(name, "") for name in _ENDPOINTS]
-    arguments: dict[str, Any] = {"retry_config": retry or {"max_retries": 0}}
+    arguments: dict[str, Any] = {
+        "retry_config": {"max_retries": num_retries, "retry_timeout": timedelta(seconds=retry_s)}
+    }
     arguments["client_options"] = {
-        "timeout": timedelta(seconds=_REQUEST_S),
-        "connect_timeout": timedelta(seconds=_CONNECT_S),
+        "timeout": timedelta(seconds=min(_REQUEST_S, retry_s)),
+        "connect_timeout": timedelta(seconds=min(_CONNECT_S, retry_s)),
         # A user who names an endpoint without TLS has chosen it.
         "allow_http": any(each.startswith("http://") for each in endpoints),
     }
