@@ -17,6 +17,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -391,7 +392,14 @@ def _serve(control: int, retry_s: float, parent: int) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    # Processes that the parent has forked hold the control socket open.
+    """End this process when its parent has ended, so that it completes no write of a killed process.
+
+    The control socket does not show this: processes that the parent has forked hold it open.
+    """
+    with suppress(AttributeError, OSError):  # not on this platform, or the parent has ended already
+        process = os.pidfd_open(parent)
+        if os.getppid() == parent:
+            select.select([process], [], [])
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
     os._exit(0)
