@@ -248,9 +248,7 @@ class ObjectDraft(Draft):
         """Write the manifest, on the condition that no other process has done so, once all parts are seen."""
         assert self._markers is not None
         key = self.address.key
-        pieces = find_pieces(self._client, self.address.location, manifest.files)
-        if find_missing_part(key, manifest, pieces) is not None:
-            raise CheckpointError(f"Cannot save {key}: another process has removed parts of it. Save again.")
+        self._require_parts(manifest)
         try:
             self._client.put(
                 f"{key}/{NAME}",
@@ -268,8 +266,23 @@ class ObjectDraft(Draft):
                 ) from None
             else:
                 raise
+        if self._replaces is None:
+            # A process that has taken this save for a crashed one may have removed parts just before, and its fence too.
+            with suppress(OSError):
+                self._require_parts(manifest)
         with suppress(OSError):  # the next save removes them
             self._client.delete([*self._list_hook_claims(), *self._markers])
+
+    def _require_parts(self, manifest: Manifest) -> None:
+        """Raise an error if parts are missing, and make sure that the key has no such checkpoint."""
+        key = self.address.key
+        pieces = find_pieces(self._client, self.address.location, manifest.files)
+        if find_missing_part(key, manifest, pieces) is None:
+            return
+        with suppress(OSError):
+            if find_save(self._client, key) == self.address.save:
+                self._client.delete([f"{key}/{NAME}"])
+        raise CheckpointError(f"Cannot save {key}: another process has removed parts of it. Save again.")
 
     def _list_hook_claims(self) -> list[str]:
         folder = locate_hook_claims(self.address.key, self.address.save)
