@@ -24,23 +24,36 @@ EPOCHS = 2
 
 
 @contextmanager
-def open_objects(address, *, retry_s=RETRY_S, leftover_age_s=LEFTOVER_AGE_S, run=None):
-    """Return the store of objects of a server or proxy, whose client process ends with this context."""
+def set_client(address):
+    """Let clients that start within this context use an address."""
     before = dict(os.environ)
     os.environ.update(client_variables(address))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def open_objects(address, *, retry_s=RETRY_S, leftover_age_s=LEFTOVER_AGE_S, run=None):
+    """Return the store of objects of a server or proxy, whose client process ends with this context."""
     client = ProcessClient(retry_s)
+    with set_client(address):
+        client._get_child()
     try:
         yield ObjectStore(client, run, leftover_age_s=leftover_age_s)
     finally:
         client.close()
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager
 def connect(accelerator, addresses, **limits):
     """Let an Accelerator keep checkpoints behind the address of its rank."""
     with open_objects(addresses[accelerator.process_index % len(addresses)], **limits) as objects:
+        before = accelerator._checkpoints._store._objects
+        if before is not None:  # `prepare` has checked the access
+            before.client.close()
         accelerator._checkpoints._store = AnyStore(FileStore(), lambda: objects)
         yield objects
 
