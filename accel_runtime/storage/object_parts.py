@@ -166,7 +166,6 @@ class ObjectDraft(Draft):
         self._client, self._piece_bytes = client, piece_bytes
         self._markers, self._replaces = markers, replaces
         self._folder: Path | None = None
-        self._written: list[str] = []
 
     def directory(self) -> Path:
         """Return a temporary directory, whose files `put_hook_files` uploads."""
@@ -180,7 +179,6 @@ class ObjectDraft(Draft):
         pieces = iter(_split(data, self._name_pieces(name, size)))
         try:
             for key, count, blocks in pieces:
-                self._written.append(key)
                 while (upload := self._client.start_put(key, count, wait=not pending)) is None:
                     pending.popleft().finish()
                 pending.append(upload)
@@ -228,7 +226,6 @@ class ObjectDraft(Draft):
             checksum = hash_file(file)
             entry = FileEntry(file.tell(), checksum)
         claim = locate_hook_claims(self.address.key, self.address.save) + name
-        self._written.append(claim)
         try:
             self._client.put(claim, checksum.encode(), if_absent=True)
         except ConditionError:
@@ -289,11 +286,13 @@ class ObjectDraft(Draft):
         return [each.key for each in self._client.list(folder)]
 
     def discard(self) -> None:
-        """Remove the objects of this process; on the one that has begun the draft, those of all processes."""
+        """Remove the objects of all processes, on the one that has begun the draft.
+
+        The others keep theirs: if that process was killed, its commit may still be on its way. The next saves remove them.
+        """
+        if self._markers is None:
+            return
         with suppress(OSError):
-            if self._markers is None:
-                self._client.delete(self._written)
-                return
             if find_save(self._client, self.address.key) == self.address.save:
                 return  # the answer to the commit was lost
             parts = [each.key for each in self._client.list(f"{self.address.location}/")]
