@@ -15,6 +15,7 @@ from benchmarks import runtime
 from benchmarks.bench import ACCELERATE, Bench, make_accelerate_environment
 from benchmarks.checkpoints import measure_checkpoints
 from benchmarks.launching import measure_commands, measure_forked, measure_imports, measure_start
+from benchmarks.object_store import measure_object_store
 from benchmarks.report import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +33,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "sharding": runtime.measure_sharding,
     "imports": measure_imports,
     "checkpoints": measure_checkpoints,
+    "objects": measure_object_store,
     "xla": runtime.measure_xla,
     "calls": runtime.count_calls,
 }
