@@ -298,9 +298,7 @@ def _get_errors() -> tuple[type[Exception], ...]:
     return exceptions.BaseError, OSError
 
 
-def _open_bucket(
-    bucket: str, environ: Mapping[str, str], retry_s: float, *, num_retries: int = 0
-) -> Any:
+def _open_bucket(bucket: str, environ: Mapping[str, str], retry_s: float, *, num_retries: int = 0) -> Any:
     """Return obstore's store for a bucket, with the settings and credentials of the environment.
 
     A request takes no longer than all retries. `num_retries` are those of obstore.
