@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import tempfile
@@ -31,41 +32,44 @@ from accel_runtime.storage.store import (
 )
 
 __all__ = [
-    "CLAIM",
     "DRAFTS",
-    "FENCE",
     "PARTS",
     "PIECE_BYTES",
     "Committed",
     "ObjectDraft",
     "ObjectSnapshot",
+    "fence_manifest",
     "find_missing_part",
     "find_pieces",
     "find_save",
     "locate_hook_claims",
     "read_manifest",
+    "release_key",
+    "reserve_key",
 ]
 
 PIECE_BYTES = 1 << 25
 """Largest object that is written: several are sent at a time, and one that fails is sent again."""
 _READ_BYTES = 1 << 24
 """Most bytes of a read that are requested at a time; several requests run at once."""
-DRAFTS, CLAIM, PARTS = ".drafts", "claim", "parts"
-FENCE = b"{}\n"
-"""Content of a manifest that is none: no save that has begun before it can be committed."""
+DRAFTS, PARTS = ".drafts", "parts"
+_RESERVED = b'{"reserved":'
 
 
 @dataclass(frozen=True)
 class Committed:
-    """The manifest object of a key."""
+    """The manifest object of a key: a manifest, or a text that reserves the key for the first save.
+
+    A save is committed by replacing this object, on the condition that it is unchanged.
+    """
 
     etag: str
     text: bytes
 
     @property
-    def is_fence(self) -> bool:
-        """Return whether it stands for no checkpoint."""
-        return self.text.strip() == FENCE.strip()
+    def is_reserved(self) -> bool:
+        """Return whether it only reserves the key."""
+        return self.text.startswith(_RESERVED)
 
     def parse(self, name: str) -> Manifest:
         """Return the manifest; raise `CheckpointError` if it is damaged."""
@@ -73,7 +77,7 @@ class Committed:
 
     @property
     def save(self) -> str | None:
-        """Return the save of the manifest; None if it is damaged or a fence."""
+        """Return the save of the manifest; None if it is damaged, or only reserves the key."""
         with suppress(CheckpointError):
             return self.parse("").save
         return None
@@ -85,6 +89,39 @@ def read_manifest(client: ObjectClient, key: str) -> Committed | None:
         text, etag = client.get(f"{key}/{NAME}")
     except FileNotFoundError:
         return None
+    return Committed(etag, text)
+
+
+def reserve_key(client: ObjectClient, key: str, save: str) -> str | None:
+    """Write an object that reserves a free key, and return its ETag; None if the key has a manifest or is reserved."""
+    text = _build_reservation(save)
+    try:
+        return client.put(f"{key}/{NAME}", text, if_absent=True)
+    except ConditionError:
+        committed = read_manifest(client, key)
+        # The answer to the first attempt may be lost.
+        return committed.etag if committed is not None and committed.text == text else None
+
+
+def release_key(client: ObjectClient, key: str, save: str) -> None:
+    """Remove the object by which a save has reserved a key, if it has."""
+    committed = read_manifest(client, key)
+    if committed is not None and committed.text == _build_reservation(save):
+        client.delete([f"{key}/{NAME}"])
+
+
+def _build_reservation(save: str) -> bytes:
+    return _RESERVED + json.dumps(save).encode() + b"}\n"
+
+
+def fence_manifest(client: ObjectClient, key: str, committed: Committed) -> Committed | None:
+    """Change the ETag of a manifest object, so that no save that has begun before can be committed; None if one just was."""
+    text = committed.text + b"\n"
+    try:
+        etag = client.put(f"{key}/{NAME}", text, if_match=committed.etag)
+    except ConditionError:
+        current = read_manifest(client, key)
+        return current if current is not None and current.text == text else None
     return Committed(etag, text)
 
 
@@ -150,8 +187,8 @@ class ObjectDraft(Draft):
         client: The calls to the service.
         address: Names of the draft.
         piece_bytes: Most bytes of an object.
-        markers: Objects that say that the save is running, the first one of this save; None on the other processes.
-        replaces: ETag of the manifest that the commit replaces.
+        marker: The object that says that the save is running; None on the other processes.
+        replaces: ETag of the manifest object that the commit replaces; empty on the other processes.
     """
 
     def __init__(
@@ -159,12 +196,12 @@ class ObjectDraft(Draft):
         client: ObjectClient,
         address: DraftAddress,
         piece_bytes: int,
-        markers: tuple[str, ...] | None,
-        replaces: str | None,
+        marker: str | None,
+        replaces: str,
     ) -> None:
         self.address = address
         self._client, self._piece_bytes = client, piece_bytes
-        self._markers, self._replaces = markers, replaces
+        self._marker, self._replaces = marker, replaces
         self._folder: Path | None = None
 
     def directory(self) -> Path:
@@ -242,20 +279,16 @@ class ObjectDraft(Draft):
         return sys.maxsize
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, on the condition that no other process has done so, once all parts are seen."""
-        assert self._markers is not None
+        """Replace the manifest object, on the condition that it is that of the beginning, once all parts are seen."""
         key = self.address.key
-        self._require_parts(manifest)
+        pieces = find_pieces(self._client, self.address.location, manifest.files)
+        if find_missing_part(key, manifest, pieces) is not None:
+            raise CheckpointError(f"Cannot save {key}: another process has removed parts of it. Save again.")
         try:
-            self._client.put(
-                f"{key}/{NAME}",
-                manifest.text().encode(),
-                if_match=self._replaces,
-                if_absent=self._replaces is None,
-            )
+            self._client.put(f"{key}/{NAME}", manifest.text().encode(), if_match=self._replaces)
         except (OSError, ConditionError) as error:
             # The answer may be lost, and the client may have tried again.
-            if find_save(self._client, self.address.key) == self.address.save:
+            if find_save(self._client, key) == self.address.save:
                 pass
             elif isinstance(error, ConditionError):
                 raise CheckpointError(
@@ -263,23 +296,11 @@ class ObjectDraft(Draft):
                 ) from None
             else:
                 raise
-        if self._replaces is None:
-            # A process that has taken this save for a crashed one may have removed parts just before, and its fence too.
-            with suppress(OSError):
-                self._require_parts(manifest)
         with suppress(OSError):  # the next save removes them
-            self._client.delete([*self._list_hook_claims(), *self._markers])
+            self._client.delete([*self._list_hook_claims(), *self._list_markers()])
 
-    def _require_parts(self, manifest: Manifest) -> None:
-        """Raise an error if parts are missing, and make sure that the key has no such checkpoint."""
-        key = self.address.key
-        pieces = find_pieces(self._client, self.address.location, manifest.files)
-        if find_missing_part(key, manifest, pieces) is None:
-            return
-        with suppress(OSError):
-            if find_save(self._client, key) == self.address.save:
-                self._client.delete([f"{key}/{NAME}"])
-        raise CheckpointError(f"Cannot save {key}: another process has removed parts of it. Save again.")
+    def _list_markers(self) -> list[str]:
+        return [] if self._marker is None else [self._marker]
 
     def _list_hook_claims(self) -> list[str]:
         folder = locate_hook_claims(self.address.key, self.address.save)
@@ -290,14 +311,21 @@ class ObjectDraft(Draft):
 
         The others keep theirs: if that process was killed, its commit may still be on its way. The next saves remove them.
         """
-        if self._markers is None:
+        if self._marker is None:
             return
+        key = self.address.key
         with suppress(OSError):
-            if find_save(self._client, self.address.key) == self.address.save:
+            committed = read_manifest(self._client, key)
+            if committed is not None and committed.etag == self._replaces:
+                # So that a commit whose answer was given up does not arrive later.
+                committed = fence_manifest(self._client, key, committed) or read_manifest(self._client, key)
+            if committed is not None and committed.save == self.address.save:
                 return  # the answer to the commit was lost
             parts = [each.key for each in self._client.list(f"{self.address.location}/")]
             self._client.delete([*parts, *self._list_hook_claims()])
-            self._client.delete(self._markers)
+            if committed is not None and committed.is_reserved:
+                self._client.delete([f"{key}/{NAME}"])
+            self._client.delete([self._marker])
 
     def close(self) -> None:
         """Remove the temporary directory."""

@@ -5,11 +5,10 @@
     KEY/parts/SAVE/NAME/00000         a piece of a large part
     KEY/.drafts/SAVE                  says that SAVE is being written to a key that the script has chosen
     PARENT/.drafts/checkpoint_3/SAVE  the same for a new key
-    PARENT/.drafts/checkpoint_3/claim reserves a new key
 
-No object but the manifest is ever changed, and a manifest names the parts of one save: what is read is of one save. A new key
-is committed if it has no manifest, a chosen one if it still has the manifest of the beginning, so that of two writers one
-gets an error. docs/design/object-stores.md has the reasons.
+No object but the manifest is ever changed, and a manifest names the parts of one save: what is read is of one save. A commit
+replaces the manifest object of the beginning, on the condition that it is unchanged, so that of two writers one gets an error. The
+first save under a key writes an object in its place, which reserves it. docs/design/object-stores.md has the reasons.
 """
 
 from __future__ import annotations
@@ -22,23 +21,21 @@ from contextlib import suppress
 
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
-from accel_runtime.storage.object_client import (
-    ConditionError,
-    ObjectClient,
-)
+from accel_runtime.storage.object_client import ObjectClient
 from accel_runtime.storage.object_parts import (
-    CLAIM,
     DRAFTS,
-    FENCE,
     PARTS,
     PIECE_BYTES,
     Committed,
     ObjectDraft,
     ObjectSnapshot,
+    fence_manifest,
     find_missing_part,
     find_pieces,
     locate_hook_claims,
     read_manifest,
+    release_key,
+    reserve_key,
 )
 from accel_runtime.storage.store import (
     DraftAddress,
@@ -53,8 +50,8 @@ __all__ = ["LEFTOVER_AGE_S", "ObjectStore"]
 LEFTOVER_AGE_S = 3600.0
 """Seconds since the last write of an unfinished save after which it is taken for a crashed one."""
 _CHANGES = 100
-_PROBE = "probe"
 """Number of changes by other processes after which a reader gives up: each is a save or a removal."""
+_PROBE = "probe"
 
 
 class ObjectStore(Store):
@@ -82,54 +79,45 @@ class ObjectStore(Store):
     def begin(self, key: str, save: str, *, new: bool = False) -> ObjectDraft:
         """Reserve a new key, or remember the manifest that the commit replaces; `Store.begin` has the arguments."""
         parent, name = split_key(key)
-        drafts = f"{parent}/{DRAFTS}/{name}" if new else f"{key}/{DRAFTS}"
-        replaces = None
-        if new:
-            self._claim(key, drafts, save)
-        else:
+        marker = f"{parent}/{DRAFTS}/{name}/{save}" if new else f"{key}/{DRAFTS}/{save}"
+        if not new:
             self._remove_old_saves(key)
-            committed = read_manifest(self.client, key)
-            replaces = None if committed is None else committed.etag
-        marker, claim = f"{drafts}/{save}", f"{drafts}/{CLAIM}"
+        self.client.put(marker, self._describe_draft())
         try:
-            self.client.put(marker, self._describe_draft())
-        except OSError:
-            if new:
-                with suppress(OSError):
-                    self.client.delete([claim])
+            replaces = self._reserve_new(key, save) if new else self._find_replaced(key, save)
+        except (OSError, CheckpointError):
+            with suppress(OSError):
+                release_key(self.client, key, save)
+                self.client.delete([marker])
             raise
-        markers = (marker, claim) if new else (marker,)
         address = DraftAddress(key, save, f"{key}/{PARTS}/{save}")
-        return ObjectDraft(self.client, address, self._piece_bytes, markers, replaces)
+        return ObjectDraft(self.client, address, self._piece_bytes, marker, replaces)
 
-    def _claim(self, key: str, drafts: str, save: str) -> None:
-        error = KeyExistsError(f"{key} was just created by another process. Save again.")
-        claim = f"{drafts}/{CLAIM}"
-        try:
-            self.client.put(claim, save.encode(), if_absent=True)
-        except ConditionError:
-            with suppress(FileNotFoundError):
-                if self.client.get(claim)[0] == save.encode():  # the answer to the first attempt was lost
-                    return self._require_free(key, claim, error)
-            raise error from None
-        return self._require_free(key, claim, error)
-
-    def _require_free(self, key: str, claim: str, error: KeyExistsError) -> None:
+    def _reserve_new(self, key: str, save: str) -> str:
+        etag = reserve_key(self.client, key, save)
         level = self.client.list_level(f"{key}/")
-        if level.folders or level.objects:
-            self.client.delete([claim])
-            raise error
+        if etag is not None and not level.folders and level.objects == (NAME,):
+            return etag
+        raise KeyExistsError(f"{key} was just created by another process. Save again.")
+
+    def _find_replaced(self, key: str, save: str) -> str:
+        for _ in range(_CHANGES):
+            committed = read_manifest(self.client, key)
+            etag = reserve_key(self.client, key, save) if committed is None else committed.etag
+            if etag is not None:
+                return etag
+        raise CheckpointError(f"{key} was changed while it was read. Try again.")
 
     def join(self, address: DraftAddress) -> ObjectDraft:
         """Return the draft on another process; nothing is read or written."""
-        return ObjectDraft(self.client, address, self._piece_bytes, None, None)
+        return ObjectDraft(self.client, address, self._piece_bytes, None, "")
 
     def open(self, key: str) -> ObjectSnapshot:
         """Read the manifest, and compare the sizes of all objects with it."""
         error: CheckpointError | None = None
         for _ in range(_CHANGES):
             committed = read_manifest(self.client, key)
-            if committed is None or committed.is_fence:
+            if committed is None or committed.is_reserved:
                 raise AbsentError(f"{key} is not a checkpoint: it has no {NAME}")
             manifest = committed.parse(f"{key}/{NAME}")
             # A directory that a tool has uploaded has its files beside the manifest.
@@ -215,20 +203,18 @@ class ObjectStore(Store):
     def _recover(self, key: str, drafts: str, saves: set[str]) -> None:
         """Remove the unfinished saves of a new key, and then its reservation."""
         committed = read_manifest(self.client, key)
-        save = None if committed is None else committed.save
-        for other in saves - {CLAIM, save}:
-            if not self._is_crashed(key, f"{drafts}/{other}", other):
+        for save in saves - {committed.save if committed is not None else None}:
+            if not self._is_crashed(key, f"{drafts}/{save}", save):
                 return
             # A process that was only slow must not commit a save whose parts are removed.
-            if not (committed and committed.is_fence) and not self._fence(key, committed):
-                return
-            self._delete_parts(key, other)
-        if saves <= {CLAIM} and not self._is_old(drafts + "/"):
-            return
-        self.client.delete([f"{drafts}/{each}" for each in saves])
-        fence = read_manifest(self.client, key)
-        if fence is not None and fence.is_fence:
+            if committed is not None:
+                committed = fence_manifest(self.client, key, committed)
+                if committed is None:
+                    return
+            self._delete_parts(key, save)
+        if committed is not None and committed.is_reserved:
             self.client.delete([f"{key}/{NAME}"])
+        self.client.delete([f"{drafts}/{save}" for save in saves])
 
     def _remove_old_saves(self, key: str) -> None:
         """Remove saves under a chosen key that crashed, and those that were replaced before the current one."""
@@ -239,38 +225,28 @@ class ObjectStore(Store):
             return
         # Read last: a save that has no draft any more was committed, or given up.
         committed = read_manifest(self.client, key)
-        save = None if committed is None else committed.save
-        for other in sorted((saves | drafts) - {save}):
-            marker = f"{key}/{DRAFTS}/{other}"
-            if other in drafts:
-                if not self._is_crashed(key, marker, other):
+        current = None if committed is None else committed.save
+        for save in sorted((saves | drafts) - {current}):
+            marker = f"{key}/{DRAFTS}/{save}"
+            # Of a reserved key, the draft may be that of a new one.
+            if save in drafts or committed is None or committed.is_reserved:
+                if not self._is_crashed(key, marker, save):
                     continue
-                if not self._fence(key, committed):
-                    return
-                committed = read_manifest(self.client, key)
-            self._delete_parts(key, other)
+                if committed is not None:
+                    committed = fence_manifest(self.client, key, committed)
+                    if committed is None:
+                        return
+            self._delete_parts(key, save)
             self.client.delete([marker])
-        if save in drafts:
-            self.client.delete([f"{key}/{DRAFTS}/{save}"])
-
-    def _fence(self, key: str, committed: Committed | None) -> bool:
-        """Change the ETag of a manifest, so that no save that has begun before can be committed; False if one just was."""
-        text = FENCE if committed is None else committed.text + b"\n"
-        etag = None if committed is None else committed.etag
-        try:
-            self.client.put(f"{key}/{NAME}", text, if_match=etag, if_absent=etag is None)
-        except ConditionError:
-            return False
-        return True
+        if current in drafts:
+            self.client.delete([f"{key}/{DRAFTS}/{current}"])
 
     def _is_crashed(self, key: str, marker: str, save: str) -> bool:
         """Return whether the process that writes a save has certainly or probably ended."""
         with suppress(FileNotFoundError, ValueError):
             run = json.loads(self.client.get(marker)[0]).get("run")
-            if (
-                run and run == self._run
-            ):  # an attempt of this run, whose processes have ended before this one began
-                return True
+            if run and run == self._run:
+                return True  # an earlier attempt of this run, whose processes have ended
         return self._is_old(marker) and self._is_old(f"{key}/{PARTS}/{save}/")
 
     def _is_old(self, prefix: str) -> bool:
