@@ -82,8 +82,9 @@ def test_a_save_that_was_taken_for_a_crashed_one_is_complete_or_an_error(
         else:
             fast.begin(key, "b2").discard()
 
-    pattern = f"/{NAME}$" if when == "commit" else "/b$"
-    s3_proxy.inject(Hook(clean), method="PUT", key=pattern, client="slow", count=1)
+    # The first write of the manifest reserves the key.
+    pattern, first = (f"/{NAME}$", 2) if when == "commit" else ("/b$", 1)
+    s3_proxy.inject(Hook(clean), method="PUT", key=pattern, client="slow", first=first, count=1)
     with pytest.raises(CheckpointError, match="another process"):
         write(slow, key, "a1", OLD, new=new)
     assert read(slow, key) is None
