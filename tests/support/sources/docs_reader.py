@@ -94,6 +94,18 @@ ELSEWHERE = {
         ),
         Elsewhere("makes an environment with torch of a package index", "pyproject.toml"),
     ),
+    'python -m pip install -e ".[cloud]"': Elsewhere(
+        "changes the environment that runs this test", "pyproject.toml"
+    ),
+    **dict.fromkeys(
+        (
+            "accel checkpoint list s3://bucket/runs/7",
+            "accel checkpoint verify s3://bucket/runs/7",
+            "accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
+            "accel checkpoint prune s3://bucket/runs/7 --keep 2",
+        ),
+        Elsewhere("needs an object store", "tests/integration/test_object_store_launch.py"),
+    ),
     "accel config": Elsewhere(
         "asks questions on a terminal",
         "tests/integration/test_wizard.py",
