@@ -163,7 +163,10 @@ class ProcessClient(ObjectClient):
     def _get_child(self) -> _Child:
         with self._lock:
             # A forked process starts its own; so does one whose child was killed.
-            if self._child is None or not self._child.is_usable:
+            if self._child is not None and not self._child.is_usable:
+                self._child.disconnect()
+                self._child = None
+            if self._child is None:
                 self._child = _Child(self._retry_s, self._connections)
             return self._child
 
@@ -221,9 +224,15 @@ class _Child:
                 connection.close()
         self._free.release()
 
+    def disconnect(self) -> None:
+        """Close the sockets of this process."""
+        self._control.close()
+        while self._idle:
+            self._idle.pop().close()
+
     def close(self) -> None:
         """End the child."""
-        self._control.close()
+        self.disconnect()
         self._process.wait()
 
 

@@ -24,6 +24,8 @@ from accel_runtime.storage.object_client import (
 
 PIECE_BYTES = 1 << 16
 """Most bytes of an object in tests."""
+_SCHEME_END = ":@/"
+"""Stands for `://` in paths, which have no empty names."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Bucket(ObjectClient):
                 status = path.stat()
             except FileNotFoundError:
                 continue
-            key = path.relative_to(self._folder / "objects").as_posix()
+            key = path.relative_to(self._folder / "objects").as_posix().replace(_SCHEME_END, "://")
             if path.is_file() and f"/{key}".startswith(f"/{prefix.lstrip('/')}"):
                 found.append(
                     StoredObject(
@@ -129,7 +131,7 @@ class Bucket(ObjectClient):
         return sorted(found, key=lambda stored: stored.key)
 
     def _locate(self, key):
-        return self._folder / "objects" / key.lstrip("/")
+        return self._folder / "objects" / key.lstrip("/").replace("://", _SCHEME_END)
 
     def _read_etag(self, key):
         try:
