@@ -561,7 +561,7 @@ MUTATIONS = (
     ),
     Mutation(
         "classes in the metadata of a folder of torch",
-        "accel_runtime.storage.dcp_folder:_MetadataUnpickler.find_class",
+        "accel_runtime.storage.foreign.dcp_folder:_MetadataUnpickler.find_class",
         return_value("super().find_class(module, name)"),
         ("tests/runtime/checkpoint/test_dcp.py::test_a_malicious_metadata_is_refused_and_runs_nothing",),
     ),

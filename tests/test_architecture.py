@@ -38,8 +38,8 @@ READ_THE_ENVIRONMENT = (
     # On the host of a launch, it reads the address at which ssh reached it.
     "accel_cli/launchers/ssh/supervisor.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
-    "accel_runtime/storage/obstore_client.py",
-    "accel_runtime/storage/client_process.py",
+    "accel_runtime/storage/objects/obstore_client.py",
+    "accel_runtime/storage/objects/client_process.py",
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
     "accel_cli/launchers/ray/jobs.py",
     "accel_cli/launchers/ray/node.py",

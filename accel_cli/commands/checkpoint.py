@@ -300,7 +300,7 @@ def import_(
     Weights and optimizers are imported, of any number of processes; no code in the folder is run.
     """
     from accel_cli.commands.checkpoint_formats import import_dcp
-    from accel_runtime.storage.dcp_manifest import DcpSelection
+    from accel_runtime.storage.foreign.dcp_manifest import DcpSelection
 
     with console.read_progress() as progress:
         result = import_dcp(folder, output, DcpSelection(models, optimizers), progress)

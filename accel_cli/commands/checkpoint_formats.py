@@ -14,9 +14,9 @@ from typing import Any
 
 from accel_cli.commands.checkpoints import Progress, command_errors, copy_snapshot, require_path, write_export
 from accel_cli.errors import AccelError, UsageError
-from accel_runtime.storage.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.errors import RequestError
 from accel_runtime.storage.file_system import create_folder_atomically, require_new_folder
+from accel_runtime.storage.foreign.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 

@@ -37,15 +37,15 @@ from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import match_names
-from accel_runtime.storage.dcp_manifest import find_fsdp_folders, open_dcp_checkpoint
-from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     errors_on_all_ranks,
     format_names,
 )
+from accel_runtime.storage.foreign.dcp_manifest import find_fsdp_folders, open_dcp_checkpoint
+from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.manifest import Checkpoint, Manifest, TensorEntry
 from accel_runtime.storage.schema import write_record
 from accel_runtime.training.accumulation import Accumulation

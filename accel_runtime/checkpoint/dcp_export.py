@@ -28,10 +28,10 @@ from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.environment.settings import format_size
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.storage.any_store import open_store
-from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
 from accel_runtime.storage.file_system import FileSystem, create_folder_atomically, require_new_folder
+from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry, rank_tensor_name
 from accel_runtime.storage.state_tree import KEY, get_children, list_tensor_names
 from accel_runtime.storage.store import Snapshot

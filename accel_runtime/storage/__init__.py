@@ -1,1 +1,1 @@
-"""Checkpoints on disk: their manifest, their directory and their files of tensors. No torch at module level."""
+"""Checkpoints in their stores: manifest, directory, objects, and files of tensors. No torch at module level."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
+from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
 pytest.importorskip(

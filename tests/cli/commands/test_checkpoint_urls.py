@@ -14,7 +14,7 @@ from accel_cli.commands import checkpoints
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.storage.any_store import AnyStore
 from accel_runtime.storage.file_store import FileStore
-from accel_runtime.storage.object_store import ObjectStore
+from accel_runtime.storage.objects.store import ObjectStore
 
 URL = "s3://bucket/run"
 

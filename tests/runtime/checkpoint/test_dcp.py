@@ -31,10 +31,10 @@ from accel_cli.errors import AccelError
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint import dcp_export
 from accel_runtime.checkpoint.dcp_export import DcpRequest, write_dcp_folder
-from accel_runtime.storage.dcp_manifest import DcpSelection
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
-from accel_runtime.storage.torch_file import read_torch_file
+from accel_runtime.storage.foreign.dcp_manifest import DcpSelection
+from accel_runtime.storage.foreign.torch_file import read_torch_file
 from accel_runtime.storage.verification import verify_files
 
 

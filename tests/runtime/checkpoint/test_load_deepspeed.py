@@ -23,12 +23,12 @@ from torch import nn
 from accel_cli.commands import checkpoints
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime import Accelerator
-from accel_runtime.storage.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.storage.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
+from accel_runtime.storage.foreign.torch_file import Unknown, iterate_boxes, read_torch_file
 from accel_runtime.storage.scan import find_writer
 from accel_runtime.storage.tensor_file import MergeRequest
-from accel_runtime.storage.torch_file import Unknown, iterate_boxes, read_torch_file
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed-0.19.8"
 CASES = sorted(path.parent.name for path in DATA.glob("*/expected.json"))
@@ -436,7 +436,5 @@ def test_boxes_cover_consecutive_elements_exactly_once_and_in_order(shape, data)
 
 def test_the_reader_needs_no_torch():
     assert "torch" in sys.modules  # of this process
-    text = (
-        "import sys; from accel_runtime.storage import deepspeed_manifest; sys.exit('torch' in sys.modules)"
-    )
+    text = "import sys; from accel_runtime.storage.foreign import deepspeed_manifest; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", text]) == 0

@@ -22,7 +22,7 @@ from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
 from accel_runtime.storage import manifest, tensor_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, Chunk
-from accel_runtime.storage.object_store import ObjectStore
+from accel_runtime.storage.objects.store import ObjectStore
 from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 

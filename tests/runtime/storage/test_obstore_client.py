@@ -14,9 +14,9 @@ from support.processes import fork, wait_for_exit
 from support.s3.server import SECRET_KEY, client_variables
 from support.waits import wait_until
 
-from accel_runtime.storage.client_process import ProcessClient
-from accel_runtime.storage.object_client import ConditionError, Level, ObjectError, RangeRequest
-from accel_runtime.storage.obstore_client import Failure
+from accel_runtime.storage.objects.client import ConditionError, Level, ObjectError, RangeRequest
+from accel_runtime.storage.objects.client_process import ProcessClient
+from accel_runtime.storage.objects.obstore_client import Failure
 
 NAMES = ["a", "b%20c", "d e", "f#g?h", "ü", "i+j=k&l", "m;n,o", "it's", "p~q", "@r:s", "(t)[u]{v}"]
 
@@ -120,7 +120,7 @@ def test_a_forked_process_has_a_client_of_its_own_and_a_killed_one_is_started_ag
 
 def test_the_process_of_the_client_ends_with_a_killed_parent(s3_server, s3_url):
     code = (
-        "import sys; from accel_runtime.storage.client_process import ProcessClient; client = ProcessClient(5); "
+        "import sys; from accel_runtime.storage.objects.client_process import ProcessClient; client = ProcessClient(5); "
         f"client.put({s3_url!r} + '/x', b'1'); print(client._child._process.pid, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -25,7 +25,7 @@ from accel_runtime.storage import file_store
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
-from accel_runtime.storage.object_store import ObjectStore
+from accel_runtime.storage.objects.store import ObjectStore
 from accel_runtime.storage.store import KeyExistsError, Store, list_numbered, next_number
 from accel_runtime.storage.verification import verify_files
 

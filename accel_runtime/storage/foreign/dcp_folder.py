@@ -19,9 +19,9 @@ from typing import Any
 
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.foreign.torch_file import StoredTensor, Unknown, check_pickle, read_torch_file
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.schema import ITEM_BYTES, is_inside
-from accel_runtime.storage.torch_file import StoredTensor, Unknown, check_pickle, read_torch_file
 
 __all__ = [
     "METADATA",

@@ -17,8 +17,8 @@ from typing import Any
 
 from accel_runtime.storage.errors import CheckpointError, format_names
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.foreign.torch_file import StoredTensor, TensorRange, Unknown, read_torch_file
 from accel_runtime.storage.manifest import NAME
-from accel_runtime.storage.torch_file import StoredTensor, TensorRange, Unknown, read_torch_file
 
 __all__ = [
     "Engine",

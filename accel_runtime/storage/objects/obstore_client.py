@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.locations import BUCKET_KINDS, split_url
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.object_client import (
+from accel_runtime.storage.objects.client import (
     ConditionError,
     Level,
     ObjectClient,

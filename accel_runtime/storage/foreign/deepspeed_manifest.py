@@ -10,17 +10,17 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
-from accel_runtime.storage.deepspeed_folder import (
-    Engine,
-    find_engine_folders,
-    read_engine,
-)
 from accel_runtime.storage.directory import open_folder
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileSnapshot
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.foreign.deepspeed_folder import (
+    Engine,
+    find_engine_folders,
+    read_engine,
+)
+from accel_runtime.storage.foreign.manifest_builder import ManifestBuilder
 from accel_runtime.storage.manifest import Checkpoint, Manifest
-from accel_runtime.storage.manifest_builder import ManifestBuilder
 
 __all__ = ["open_deepspeed_checkpoint"]
 

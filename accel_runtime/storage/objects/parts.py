@@ -1,6 +1,6 @@
 """The objects of a checkpoint in an object store: its manifest, its parts and their pieces. Imports no torch.
 
-`object_store` has the names of all objects.
+`store` has the names of all objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, FileEntry, Manifest, hash_file
-from accel_runtime.storage.object_client import (
+from accel_runtime.storage.objects.client import (
     ConditionError,
     ObjectClient,
     RangeRequest,

@@ -18,16 +18,23 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.storage.dcp_folder import METADATA, DcpFolder, DcpTensor, DcpValue, Key, read_dcp_folder
 from accel_runtime.storage.directory import open_folder
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
 from accel_runtime.storage.file_store import FileSnapshot
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.foreign.dcp_folder import (
+    METADATA,
+    DcpFolder,
+    DcpTensor,
+    DcpValue,
+    Key,
+    read_dcp_folder,
+)
+from accel_runtime.storage.foreign.manifest_builder import ManifestBuilder
+from accel_runtime.storage.foreign.torch_file import StoredTensor
 from accel_runtime.storage.manifest import Checkpoint, Chunk, FileEntry, Manifest, TensorEntry
-from accel_runtime.storage.manifest_builder import ManifestBuilder
 from accel_runtime.storage.schema import ITEM_BYTES, FieldError
 from accel_runtime.storage.store import Snapshot
-from accel_runtime.storage.torch_file import StoredTensor
 
 __all__ = ["FORMAT", "DcpSelection", "find_fsdp_folders", "open_dcp_checkpoint"]
 

@@ -33,7 +33,7 @@ from typing import Any
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import print_note
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.object_client import (
+from accel_runtime.storage.objects.client import (
     ConditionError,
     Level,
     ObjectClient,
@@ -43,7 +43,7 @@ from accel_runtime.storage.object_client import (
     Upload,
     absent_error,
 )
-from accel_runtime.storage.obstore_client import ObstoreClient, explain_missing_client
+from accel_runtime.storage.objects.obstore_client import ObstoreClient, explain_missing_client
 
 __all__ = ["ProcessClient", "share_client"]
 

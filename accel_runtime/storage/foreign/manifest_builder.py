@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.storage.deepspeed_folder import TensorParts
 from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.foreign.deepspeed_folder import TensorParts
+from accel_runtime.storage.foreign.torch_file import StoredTensor, TensorRange, Unknown, iterate_boxes
 from accel_runtime.storage.manifest import Chunk, FileEntry, TensorEntry
 from accel_runtime.storage.schema import ITEM_BYTES
 from accel_runtime.storage.state_tree import KEY
-from accel_runtime.storage.torch_file import StoredTensor, TensorRange, Unknown, iterate_boxes
 
 __all__ = ["ManifestBuilder"]
 

@@ -21,8 +21,8 @@ from contextlib import suppress
 
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
-from accel_runtime.storage.object_client import ObjectClient
-from accel_runtime.storage.object_parts import (
+from accel_runtime.storage.objects.client import ObjectClient
+from accel_runtime.storage.objects.parts import (
     DRAFTS,
     PARTS,
     PIECE_BYTES,

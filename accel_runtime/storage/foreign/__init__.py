@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: folders of DeepSpeed and of torch.distributed.checkpoint. Imports no torch."""
