@@ -483,6 +483,26 @@ def test_leftovers_of_crashed_saves_are_removed_and_running_saves_are_kept(store
     assert read(store, running.address.key) == ("b2", {"data": b"1"})
 
 
+def test_a_removal_of_leftovers_that_fails_at_any_step_is_completed_by_the_next_one(case):
+    def crash():
+        draft = case.build()[0].begin(f"{case.parent}/checkpoint_0", "a1", new=True)
+        draft.put("data", [memoryview(b"1")], len(b"1"))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for how in case.hows:
+        for call in itertools.count(1):
+            assert wait_for_exit(fork(crash)) == -signal.SIGKILL
+            case.let_time_pass()
+            store, calls = case.build(call, how)
+            with suppress(OSError):
+                store.remove_leftovers(case.parent, 9)
+            case.let_time_pass()
+            case.build()[0].remove_leftovers(case.parent, 9)
+            assert case.list_files() == [], (how, call)
+            if len(calls) < call:
+                break
+
+
 def test_a_missing_or_damaged_part_is_an_error_that_names_it(store, case):
     key = f"{case.parent}/mine"
     write(store, key, "a1", {"data": b"12"})
