@@ -92,6 +92,19 @@ def test_a_save_that_was_taken_for_a_crashed_one_is_complete_or_an_error(
     assert read(slow, key) == NEW
 
 
+def test_a_name_is_replaced_without_the_proxy_which_removes_the_quotes_of_etags(s3_server, s3_url):
+    key = f"{s3_url}/mine"
+    with open_objects(s3_server.address) as store:
+        write(store, key, "a1", OLD)
+        draft = store.begin(key, "b2")
+        write(store, key, "c3", NEW)
+        with pytest.raises(CheckpointError, match="another process has saved it meanwhile"):
+            draft.commit(Manifest("b2", "2026-11-27T15:00:00Z", 1, 1, {}, {}, files={}))
+        draft.discard()
+        draft.close()
+        assert read(store, key) == NEW
+
+
 # Runs ------------------------------------------------------------------------------------------
 
 
