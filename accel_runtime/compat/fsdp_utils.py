@@ -20,10 +20,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from accel_runtime.accelerator.state import PartialState
+from accel_runtime.environment.locations import is_url, join_location, normalize_location
 from accel_runtime.export.load_model import find_weight_file, list_shards
-from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.file_store import FileStore
+from accel_runtime.export.objects import refuse_url
+from accel_runtime.storage.any_store import open_store
+from accel_runtime.storage.foreign.dcp_folder import is_dcp_folder
+from accel_runtime.storage.foreign.dcp_manifest import open_dcp_checkpoint
 from accel_runtime.storage.manifest import NAME
+from accel_runtime.storage.store import split_key
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 from accel_runtime.training.optimizer import PreparedOptimizer
 
@@ -117,10 +121,10 @@ def save_fsdp_optimizer(  # noqa: PLR0913, PLR0917 - the signature scripts know
         ValueError: If `use_dcp=False`.
     """
     _refuse_options("save_fsdp_optimizer", use_dcp=use_dcp)
+    path = _optimizer_file(output_dir, optimizer_index)
     state = get_optimizer_state_dict(
         accelerator.unwrap_model(model), _unwrap_optimizer(optimizer), options=_FULL_STATE
     )
-    path = _optimizer_file(output_dir, optimizer_index)
     if accelerator.is_main_process:
         path.parent.mkdir(parents=True, exist_ok=True)
     accelerator.save(state, path)
@@ -164,15 +168,15 @@ def merge_fsdp_weights(
     The main process writes, the others wait.
 
     Args:
-        checkpoint_dir: A directory of `Accelerator.save_state` or `save_fsdp_model`; `pytorch_model_fsdp_N` in a directory
-            of `save_state` means its model number N.
+        checkpoint_dir: A directory of `Accelerator.save_state` or `save_fsdp_model`, or one of `torch.distributed.checkpoint`;
+            `pytorch_model_fsdp_N` in a directory of `save_state` means its model number N. The URL of a checkpoint is read too.
         output_path: The directory of the file, created if missing.
         safe_serialization: Must be True.
         remove_checkpoint_dir: Remove the checkpoint after the file is written.
 
     Raises:
         ValueError: If `safe_serialization=False`.
-        CheckpointError: If no checkpoint is found, or it is damaged, or from `torch.distributed.checkpoint`.
+        CheckpointError: If no checkpoint is found, or it is damaged.
     """
     if not safe_serialization:
         raise ValueError(
@@ -182,20 +186,26 @@ def merge_fsdp_weights(
     state = PartialState()
     try:
         if state.is_main_process:
-            source = _merge(Path(checkpoint_dir), Path(output_path))
-            if remove_checkpoint_dir:
-                shutil.rmtree(source)
+            output = Path(output_path)
+            refuse_url(output, "merge_fsdp_weights")
+            if is_url(checkpoint_dir):
+                _merge_object(normalize_location(checkpoint_dir), output, remove=remove_checkpoint_dir)
+            else:
+                source = _merge(Path(checkpoint_dir), output)
+                if remove_checkpoint_dir:
+                    shutil.rmtree(source)
     finally:
         state.wait_for_everyone()
 
 
 def _merge(source: Path, output: Path) -> Path:
     """Write the weights, and return their source directory."""
-    if (source / ".metadata").exists():
-        raise CheckpointError(
-            f"Cannot merge {source}: torch.distributed.checkpoint wrote it, and reading its metadata runs code. "
-            "If you trust its source, run `accelerate merge-weights` of Accelerate."
-        )
+    if is_dcp_folder(source):
+        snapshot, _ = open_dcp_checkpoint(source)
+        with snapshot:
+            output.mkdir(parents=True, exist_ok=True)
+            merge_tensors(snapshot, output / "model.safetensors", MergeRequest())
+        return source
     if source.is_dir() and not (source / NAME).exists():
         weights, is_index = find_weight_file(source)
         first = source / weights.name
@@ -203,20 +213,38 @@ def _merge(source: Path, output: Path) -> Path:
         for file in [*(list_shards(first) if is_index else []), first]:
             shutil.copyfile(file, output / file.name)
         return source
-    index = source.name.removeprefix(_MODEL)
-    number, checkpoint = (int(index), source.parent) if index.isdigit() else (0, source)
-    item = f"model_{number}" if number else "model"
-    with FileStore().open(os.fspath(checkpoint)) as snapshot:
+    checkpoint, item = _split_model(os.fspath(source))
+    with open_store().open(checkpoint) as snapshot:
         output.mkdir(parents=True, exist_ok=True)
         merge_tensors(snapshot, output / "model.safetensors", MergeRequest(item=item))
-    return checkpoint
+    return Path(checkpoint)
 
 
-def _model_folder(directory: Folder, index: int) -> Path:
-    return Path(directory) / f"{_MODEL}{index}"
+def _merge_object(url: str, output: Path, *, remove: bool) -> None:
+    """Write the weights of a checkpoint in an object store."""
+    store, (key, item) = open_store(), _split_model(url)
+    with store.open(key) as snapshot:
+        output.mkdir(parents=True, exist_ok=True)
+        merge_tensors(snapshot, output / "model.safetensors", MergeRequest(item=item))
+    if remove:
+        store.delete(key)
+
+
+def _split_model(location: str) -> tuple[str, str]:
+    """Return the checkpoint and the item of `CHECKPOINT/pytorch_model_fsdp_N`, or of a checkpoint."""
+    parent, name = split_key(location)
+    index = name.removeprefix(_MODEL)
+    if not index.isdigit():
+        return location, "model"
+    return parent, f"model_{index}" if int(index) else "model"
+
+
+def _model_folder(directory: Folder, index: int) -> str:
+    return join_location(directory, f"{_MODEL}{index}")
 
 
 def _optimizer_file(directory: Folder, index: int) -> Path:
+    refuse_url(directory, "An optimizer of its own")
     return Path(directory) / (f"optimizer_{index}.bin" if index else "optimizer.bin")
 
 

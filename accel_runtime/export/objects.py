@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from safetensors.torch import load_file
 
+from accel_runtime.environment.locations import is_url
 from accel_runtime.export.save_model import select_tensors
 from accel_runtime.foundation import nested
 from accel_runtime.storage.errors import CheckpointError
@@ -54,6 +55,7 @@ def write_object(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_seriali
     if not isinstance(f, (str, os.PathLike)):
         torch.save(obj, f)
         return
+    refuse_url(f, "save")
     with open_atomically(Path(f).resolve()) as scratch:
         if not safe_serialization:
             torch.save(obj, scratch)
@@ -61,6 +63,15 @@ def write_object(obj: Any, f: str | os.PathLike[str] | BinaryIO, *, safe_seriali
         tensors = select_tensors(obj, "Leave out safe_serialization, or remove them.")
         parts = [TensorPart.from_tensor(name, tensor) for name, tensor in tensors.items()]
         write_safetensors(partial(FileSystem().put, scratch), parts, {"format": "pt"})
+
+
+def refuse_url(location: str | os.PathLike[str], name: str) -> None:
+    """Raise `ValueError` if what is a file on disk has the location of an object store."""
+    if is_url(location):
+        raise ValueError(
+            f"{name} cannot use {os.fspath(location)}: it reads and writes files on disk. Pass a path; save_state, load_state, "
+            "save_model and load_model take URLs."
+        )
 
 
 def load(
@@ -90,6 +101,8 @@ def load(
             "load supports weights_only=True only, so that no code in the file is run. If you trust the file, use "
             "torch.load(..., weights_only=False)."
         )
+    if isinstance(f, (str, os.PathLike)):
+        refuse_url(f, "load")
     device = "cpu" if map_location is None else map_location
     if not _is_safetensors(f):
         return read_pickle(f, device, mmap=mmap)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.runs.sharded_runs import build_accelerator, build_model, gather_model_state, to_full
 
-from accel_runtime import utils
+from accel_runtime import Accelerator, utils
 from accel_runtime.storage.errors import CheckpointError
 
 
@@ -87,9 +89,32 @@ def test_unsupported_options_of_fsdp_utils_are_rejected(tmp_path, function, opti
         )
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_of_torch_is_merged_and_single_files_in_a_store_are_refused(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = build_model()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    utils.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == model.state_dict().keys()
+    assert all(torch.equal(merged[name], value) for name, value in model.state_dict().items())
+    run = Accelerator()
+    calls = [
+        lambda: utils.save_fsdp_optimizer(None, run, None, None, "s3://bucket/run"),
+        lambda: run.save({}, "s3://bucket/run.pt"),
+        lambda: run.load("s3://bucket/run.pt"),
+        lambda: utils.merge_fsdp_weights(tmp_path, "s3://bucket/merged"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"files on disk\. Pass a path"):
+            call()
+    assert not [path for path in Path.cwd().iterdir() if path.name.startswith("s3:")]
+
+
 def test_a_checkpoint_that_cannot_be_merged_is_named(tmp_path):
     (tmp_path / ".metadata").touch()
-    with pytest.raises(CheckpointError, match="accelerate merge-weights"):
+    with pytest.raises(CheckpointError, match="\\.metadata"):
         utils.merge_fsdp_weights(tmp_path, tmp_path / "one")
     with pytest.raises(CheckpointError, match="does not exist"):
         utils.merge_fsdp_weights(tmp_path / "none", tmp_path / "one")
