@@ -61,7 +61,7 @@ VERSION = 1
 
 It is increased if an older reader would misread a checkpoint; fields that it may ignore need no new version.
 """
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 22
 """Bytes of a block of a chunk, which has a checksum of its own."""
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 SIBLING = re.compile(r"\.(.+)\.(saving|replaced|removing)(?:-([0-9a-f]+))?")

@@ -5,7 +5,7 @@ by scripts. So nothing of the client is in a training process, workers may use i
 background does not compete with training for the interpreter lock.
 
 Each call has a connection to the process while it runs. On it go, pickled, the name of the call and its arguments, then the
-bytes of an upload in messages of at most `_BLOCK_BYTES`; and back the result or the error, then the bytes of a read.
+bytes of an upload; and back the result or the error, then the bytes of a read. Both sides know the number of bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
 import os
+import pickle
 import select
 import signal
 import socket
@@ -25,9 +26,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
-from multiprocessing.connection import Connection
 from typing import Any
 
 from accel_runtime.environment.settings import Settings
@@ -50,6 +50,8 @@ __all__ = ["ProcessClient", "share_client"]
 _CONNECTIONS = 8
 """Uploads and reads of a process that run at the same time."""
 _BLOCK_BYTES = 1 << 22
+"""Bytes of a block of a stream."""
+_LENGTH_BYTES = 8
 _PARENT_POLL_S = 1.0
 
 
@@ -177,13 +179,46 @@ def share_client(retry_s: float | None = None) -> ProcessClient:
     return ProcessClient(Settings.from_env(os.environ).store_timeout if retry_s is None else retry_s)
 
 
+class _Connection:
+    """A connection on which objects are pickled, and bytes are sent without a copy."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+
+    def send(self, value: Any) -> None:
+        data = pickle.dumps(value)
+        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def receive(self) -> Any:
+        """Return an object; raise EOFError if the other side has ended."""
+        size = bytearray(_LENGTH_BYTES)
+        self.receive_bytes(memoryview(size))
+        data = bytearray(int.from_bytes(size, "little"))
+        self.receive_bytes(memoryview(data))
+        return pickle.loads(data)  # noqa: S301 - of our own process
+
+    def send_bytes(self, data: memoryview) -> None:
+        self._socket.sendall(data)
+
+    def receive_bytes(self, buffer: memoryview) -> None:
+        """Fill a buffer; raise EOFError if the other side has ended."""
+        while buffer:
+            count = self._socket.recv_into(buffer)
+            if not count:
+                raise EOFError
+            buffer = buffer[count:]
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class _Child:
     """The child process, and connections to it."""
 
     def __init__(self, retry_s: float, connections: int) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._idle: list[Connection] = []
+        self._idle: list[_Connection] = []
         self._free = threading.Semaphore(connections)
         self._control, remote = socket.socketpair()
         with remote:
@@ -199,7 +234,7 @@ class _Child:
         """Return whether this process has started the child, and it runs."""
         return self._pid == os.getpid() and self._process.poll() is None
 
-    def acquire(self, *, wait: bool) -> Connection | None:
+    def acquire(self, *, wait: bool) -> _Connection | None:
         """Return a connection that no other call uses; None if there is none and `wait` is not set."""
         if not self._free.acquire(blocking=wait):
             return None
@@ -210,12 +245,12 @@ class _Child:
                 local, remote = socket.socketpair()
                 with remote:
                     socket.send_fds(self._control, [b"c"], [remote.fileno()])
-                return Connection(local.detach())
+                return _Connection(local)
         except BaseException:
             self._free.release()
             raise
 
-    def release(self, connection: Connection, *, is_reusable: bool) -> None:
+    def release(self, connection: _Connection, *, is_reusable: bool) -> None:
         """Make room for another call."""
         with self._lock:
             if is_reusable:
@@ -239,7 +274,7 @@ class _Child:
 class _Call:
     """A call on a connection of its own."""
 
-    def __init__(self, child: _Child, connection: Connection, key: str) -> None:
+    def __init__(self, child: _Child, connection: _Connection, key: str) -> None:
         self._child, self._connection, self._key = child, connection, key
 
     def send(self, name: str, *arguments: Any) -> None:
@@ -253,7 +288,7 @@ class _Call:
     def receive(self) -> Any:
         """Return the result, or raise the error of the call; then the connection is free again."""
         with self._connection_errors():
-            error, result = self._connection.recv()
+            error, result = self._connection.receive()
         if error is None:
             return result
         self.release()
@@ -262,9 +297,7 @@ class _Call:
 
     def receive_bytes(self, buffer: memoryview) -> None:
         with self._connection_errors():
-            filled = 0
-            while filled < len(buffer):
-                filled += self._connection.recv_bytes_into(buffer[filled:])
+            self._connection.receive_bytes(buffer)
 
     def release(self) -> None:
         self._child.release(self._connection, is_reusable=True)
@@ -301,8 +334,7 @@ class _ProcessUpload(Upload):
         self._call = call
 
     def write(self, piece: memoryview) -> None:
-        for start in range(0, len(piece), _BLOCK_BYTES):
-            self._call.send_bytes(piece[start : start + _BLOCK_BYTES])
+        self._call.send_bytes(piece)
 
     def finish(self) -> str:
         etag: str = self._call.receive()
@@ -336,15 +368,17 @@ def _describe(error: Exception, key: str) -> tuple[str, tuple[str, ...]]:
     return "object", (key, f"{type(error).__name__}: {error}", "Report this error.")
 
 
-def _serve_connection(connection: Connection, client: ObstoreClient) -> None:
-    with suppress(EOFError, OSError), connection:
+def _serve_connection(connection: _Connection, client: ObstoreClient) -> None:
+    with suppress(EOFError, OSError), closing(connection):
         while True:
-            name, arguments = connection.recv()
+            name, arguments = connection.receive()
             error, result, data = None, None, memoryview(b"")
             try:
                 if name == "upload":
                     key, size = arguments
-                    result = client.put(key, _receive_upload(connection, size))
+                    buffer = memoryview(bytearray(size))
+                    connection.receive_bytes(buffer)
+                    result = client.put(key, buffer)
                 elif name == "put_stream":
                     key, size = arguments
                     blocks = _iterate_blocks(connection, size)
@@ -353,34 +387,25 @@ def _serve_connection(connection: Connection, client: ObstoreClient) -> None:
                     finally:
                         deque(blocks, maxlen=0)  # after an error too, the other process sends the rest
                 elif name == "read":
-                    key, start, size = arguments
-                    data = memoryview(bytearray(size))
-                    client.read_ranges([RangeRequest(key, start, data)])
+                    data = client.read_range(*arguments)
                 elif name == "put":
                     key, body, if_match, if_absent = arguments
                     result = client.put(key, body, if_match=if_match, if_absent=if_absent)
                 else:
                     result = getattr(client, name)(*arguments)
+            except (EOFError, ConnectionError):
+                raise
             except Exception as raised:  # noqa: BLE001 - raised by the caller
                 error, data = _describe(raised, str(arguments[0])), memoryview(b"")
             connection.send((error, result))
-            for start in range(0, len(data), _BLOCK_BYTES):
-                connection.send_bytes(data[start : start + _BLOCK_BYTES])
+            connection.send_bytes(data)
 
 
-def _iterate_blocks(connection: Connection, size: int) -> Iterator[memoryview]:
-    received = 0
-    while received < size:
-        block = connection.recv_bytes()
-        received += len(block)
-        yield memoryview(block)
-
-
-def _receive_upload(connection: Connection, size: int) -> memoryview:
-    buffer, filled = memoryview(bytearray(size)), 0
-    while filled < size:
-        filled += connection.recv_bytes_into(buffer[filled:])
-    return buffer
+def _iterate_blocks(connection: _Connection, size: int) -> Iterator[memoryview]:
+    for start in range(0, size, _BLOCK_BYTES):
+        block = memoryview(bytearray(min(_BLOCK_BYTES, size - start)))
+        connection.receive_bytes(block)
+        yield block
 
 
 def _serve(control: int, retry_s: float, parent: int) -> None:
@@ -396,7 +421,7 @@ def _serve(control: int, retry_s: float, parent: int) -> None:
         if not data:
             # Threads of the client may still wait for the network.
             os._exit(0)
-        connection = Connection(descriptors[0])
+        connection = _Connection(socket.socket(fileno=descriptors[0]))
         threading.Thread(target=_serve_connection, args=(connection, client), daemon=True).start()
 
 

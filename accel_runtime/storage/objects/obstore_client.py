@@ -157,24 +157,22 @@ class ObstoreClient(ObjectClient):
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Read one range after the other."""
         for request in requests:
-            self._read_range(request)
+            request.buffer[:] = self.read_range(request.key, request.start, len(request.buffer))
 
-    def _read_range(self, request: RangeRequest) -> None:
+    def read_range(self, key: str, start: int, length: int) -> memoryview:
+        """Return bytes of an object; `ObjectClient.read_ranges` has the errors."""
         import obstore  # noqa: PLC0415
 
-        length = len(request.buffer)
         if not length:
-            return
+            return memoryview(b"")
         data = self._repeat(
-            request.key,
-            lambda store, path: obstore.get_range(store, path, start=request.start, length=length),
+            key,
+            lambda store, path: obstore.get_range(store, path, start=start, length=length),
             reads=True,
         )
         if len(data) < length:
-            raise ObjectError(
-                request.key, f"it ends before byte {request.start + length}", "Verify the checkpoint."
-            )
-        request.buffer[:] = memoryview(data)
+            raise ObjectError(key, f"it ends before byte {start + length}", "Verify the checkpoint.")
+        return memoryview(data)
 
     def list(self, prefix: str) -> list[StoredObject]:
         """List objects, in as many requests as the service needs."""

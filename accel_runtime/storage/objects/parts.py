@@ -203,6 +203,7 @@ class ObjectDraft(Draft):
         self._client, self._piece_bytes = client, piece_bytes
         self._marker, self._replaces = marker, replaces
         self._folder: Path | None = None
+        self._written: list[str] = []
 
     def directory(self) -> Path:
         """Return a temporary directory, whose files `put_hook_files` uploads."""
@@ -216,6 +217,7 @@ class ObjectDraft(Draft):
         pieces = iter(_split(data, self._name_pieces(name, size)))
         try:
             for key, count, blocks in pieces:
+                self._written.append(key)
                 while (upload := self._client.start_put(key, count, wait=not pending)) is None:
                     pending.popleft().finish()
                 pending.append(upload)
@@ -309,11 +311,15 @@ class ObjectDraft(Draft):
     def discard(self) -> None:
         """Remove the objects of all processes, on the one that has begun the draft.
 
-        The others keep theirs: if that process was killed, its commit may still be on its way. The next saves remove them.
+        The others keep theirs while a commit is possible: if that process was killed, its commit may still be on its way.
+        The next saves remove them.
         """
-        if self._marker is None:
-            return
         key = self.address.key
+        if self._marker is None:
+            with suppress(OSError):
+                if read_manifest(self._client, key) is None:
+                    self._client.delete(self._written)
+            return
         with suppress(OSError):
             committed = read_manifest(self._client, key)
             if committed is not None and committed.etag == self._replaces:
