@@ -26,7 +26,7 @@ __all__ = ["SourceFile", "locate_file"]
 
 ReadRange = Callable[[memoryview, int], None]
 """Fills a buffer from an offset; raises `CheckpointError` if the file ends before."""
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 23
 """Bytes of one request to an object store."""
 _HASHED_BYTES = 1 << 26
 

@@ -50,7 +50,7 @@ __all__ = [
 
 PIECE_BYTES = 1 << 25
 """Largest object that is written: several are sent at a time, and one that fails is sent again."""
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 23
 """Most bytes of a read that are requested at a time; several requests run at once."""
 DRAFTS, PARTS = ".drafts", "parts"
 _RESERVED = b'{"reserved":'

@@ -111,7 +111,7 @@ def test_a_manifest_with_values_of_wrong_types_is_rejected(run, newest):
         for value in (None, 7.5, "text", [1], -1, True) if isinstance(manifest[key], dict) else ():
             rewrite_manifest(newest, lambda body, key=key, value=value: body.update({key: value}))
             assert str(newest) in run.fail_to_load(newest), (key, value)
-        if key not in {"class_names", "run"}:  # these may be empty
+        if key not in {"class_names", "run", "origin", "ranks"}:  # these may be empty
             rewrite_manifest(newest, lambda body, key=key: body.pop(key))
             assert str(newest) in run.fail_to_load(newest), key
         (newest / NAME).write_bytes(original)
@@ -135,7 +135,9 @@ def test_unknown_manifest_fields_of_a_newer_version_are_ignored(run, newest):
 
 
 def test_a_manifest_without_optional_fields_loads(run, newest):
-    rewrite_manifest(newest, lambda body: [body.pop(key) for key in ("class_names", "run")])
+    rewrite_manifest(
+        newest, lambda body: [body.pop(key, None) for key in ("class_names", "run", "origin", "ranks")]
+    )
     assert run.acc.load_state(newest).manifest.step == 4
 
 

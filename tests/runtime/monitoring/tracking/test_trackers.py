@@ -139,7 +139,11 @@ def test_logger_type_has_the_names_of_all_trackers():
     [
         ("tensorbord", ValueError, "log_with='tensorbord'. Did you mean 'tensorboard'"),
         ("nothing_like_it", ValueError, "Available: all, aim, clearml"),
-        (["jsonl"], ValueError, "'jsonl' needs a directory for its files. Pass Accelerator.project_dir="),
+        (
+            ["jsonl"],
+            ValueError,
+            "'jsonl' needs a directory for its files. Pass a local Accelerator.project_dir=",
+        ),
         (3, TypeError, "Invalid log_with entry 3: expected a name, a subclass or an instance"),
         (dict, TypeError, "Invalid log_with entry <class 'dict'>"),
     ],
