@@ -586,6 +586,22 @@ MUTATIONS = (
         ("tests/runtime/checkpoint/test_dcp.py::test_a_damaged_checkpoint_is_not_exported",),
     ),
     Mutation(
+        "commit in an object store whose answer was lost",
+        "accel_runtime.storage.objects.parts:ObjectDraft.commit",
+        replace_call("find_save", "None"),
+        (
+            "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
+        ),
+    ),
+    Mutation(
+        "checksums of what comes over a network",
+        "accel_runtime.checkpoint.remote_read:_verify",
+        force_condition("is_equal", False),
+        (
+            "tests/runtime/checkpoint/test_remote_read.py::test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor",
+        ),
+    ),
+    Mutation(
         "part that a node does not have",
         "accel_runtime.checkpoint.node_disks:NodeDisks.find_candidates",
         replace_call("all", "True"),

@@ -210,6 +210,16 @@ RUNTIME = (
         "save in place",
     ),
     Promise(
+        "Checkpoints in object stores",
+        "A checkpoint in an object store is complete or absent, whichever call fails, and every byte that is loaded is verified.",
+        (
+            "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
+            "tests/runtime/checkpoint/test_object_store_kills.py::test_after_each_kill_every_checkpoint_verifies_and_the_newest_saved_one_is_there",
+            "tests/runtime/checkpoint/test_remote_read.py::test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor",
+        ),
+        "commit in an object store whose answer was lost",
+    ),
+    Promise(
         "Interrupted saves",
         "A complete checkpoint that a crash left beside its name is found.",
         (
