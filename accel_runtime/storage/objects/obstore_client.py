@@ -236,8 +236,9 @@ class ObstoreClient(ObjectClient):
         bucket, path = split_url(key)
         deadline, delay, renewed = self._choose_deadline(bucket), _FIRST_DELAY_S, False
         while True:
+            store = self._open(bucket)
             try:
-                result = call(self._open(bucket), path)
+                result = call(store, path)
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 if "ConditionalRequestConflict" not in str(error):
                     raise ConditionError(key) from None
@@ -367,6 +368,12 @@ def _find_aws_profile(environ: Mapping[str, str]) -> Any:
         return Boto3CredentialProvider()
     except ValueError:  # the files have none
         return None
+    except Exception as error:  # noqa: BLE001 - those of botocore, which is imported nowhere else
+        raise ObjectError(
+            "s3://",
+            f"the AWS profile cannot be used: {_first_line(str(error))}".rstrip("."),
+            "Correct AWS_PROFILE, or the files in ~/.aws.",
+        ) from None
 
 
 _AWS_ROLES = (
@@ -447,7 +454,10 @@ class Failure:
         if self.code in {"NoSuchBucket", "ContainerNotFound"} or self._status == HTTPStatus.NOT_FOUND:
             return f"Create {bucket}, or correct the URL."
         if self.is_of_credentials:
-            return _CREDENTIALS[BUCKET_KINDS[bucket.partition(":")[0]]]
+            source = _CREDENTIALS[BUCKET_KINDS[bucket.partition(":")[0]]]
+            if self.code == "NoCredentials":
+                return f"Set {source}."
+            return f"Renew the credentials, or allow them to list, read, write and delete there: {source}."
         if self._status in {301, 307, 400} and bucket.startswith("s3"):
             return "Set AWS_REGION to the region of the bucket."
         if self._status == HTTPStatus.NOT_IMPLEMENTED:
@@ -458,12 +468,9 @@ class Failure:
 _PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS})
 """Errors of a client that may pass, besides those of a server."""
 _CREDENTIALS = {
-    "s3": "Renew the credentials, or allow them to list, read, write and delete objects there: AWS_ACCESS_KEY_ID and "
-    "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the role of this machine.",
-    "gs": "Renew the credentials, or allow them to list, read, write and delete objects there: GOOGLE_APPLICATION_CREDENTIALS, "
-    "or the service account of this machine.",
-    "az": "Renew the credentials, or allow them to list, read, write and delete blobs there: AZURE_STORAGE_ACCOUNT_NAME and "
-    "AZURE_STORAGE_ACCOUNT_KEY, or the managed identity of this machine.",
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role of this machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or a service account of this machine",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or a managed identity of this machine",
 }
 
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
-from accel_runtime.storage.objects.client import ObjectClient
+from accel_runtime.storage.objects.client import ObjectClient, ObjectError
 from accel_runtime.storage.objects.parts import (
     DRAFTS,
     PARTS,
@@ -180,10 +180,14 @@ class ObjectStore(Store):
     def check_access(self, parent: str) -> None:
         """Write, read, list and remove an object below a parent."""
         probe = f"{parent}/{DRAFTS}/{_PROBE}/{uuid.uuid4().hex}"
-        self.client.put(probe, b"probe", if_absent=True)
-        self.client.get(probe)
-        self.client.list_level(f"{parent}/")
-        self.client.delete([probe])
+        try:
+            self.client.put(probe, b"probe", if_absent=True)
+            self.client.get(probe)
+            self.client.list_level(f"{parent}/")
+            self.client.delete([probe])
+        except ObjectError as error:
+            reason = f"checkpoints cannot be saved there: {error.strerror}"
+            raise ObjectError(parent, reason, error.cure) from None
 
     def remove_leftovers(self, parent: str, below: int) -> None:
         """Remove what is left of new keys that were never committed, or removed by a process that has crashed."""
