@@ -283,15 +283,9 @@ class ObstoreClient(ObjectClient):
         )
 
     def _open(self, bucket: str) -> Any:
-        from obstore import exceptions  # noqa: PLC0415
-
         with self._lock:
             if bucket not in self._stores:
-                try:
-                    self._stores[bucket] = _open_bucket(bucket, self._environ, self._retry_s)
-                except (ValueError, TypeError, exceptions.BaseError) as error:
-                    reason = f"invalid settings: {_remove_urls(_first_line(str(error)))}"
-                    raise ObjectError(bucket, reason, "Correct the variables of the environment.") from None
+                self._stores[bucket] = _open_bucket(bucket, self._environ, self._retry_s)
             return self._stores[bucket]
 
     def _forget(self, bucket: str) -> None:
@@ -323,7 +317,7 @@ def _open_bucket(bucket: str, environ: Mapping[str, str], retry_s: float, *, num
 
     A request takes no longer than all retries. `num_retries` are those of obstore.
     """
-    from obstore import store  # noqa: PLC0415
+    from obstore import exceptions, store  # noqa: PLC0415
 
     endpoints = [environ.get(name, "") for name in _ENDPOINTS]
     arguments: dict[str, Any] = {
@@ -337,7 +331,11 @@ def _open_bucket(bucket: str, environ: Mapping[str, str], retry_s: float, *, num
     }
     if bucket.startswith("s3") and (provider := _find_aws_profile(environ)) is not None:
         arguments["credential_provider"] = provider
-    return store.from_url(bucket, **arguments)
+    try:
+        return store.from_url(bucket, **arguments)
+    except (ValueError, TypeError, exceptions.BaseError) as error:
+        reason = f"invalid settings: {_remove_urls(_first_line(str(error)))}"
+        raise ObjectError(bucket, reason, "Correct the variables of the environment.") from None
 
 
 _ENDPOINTS = (
