@@ -17,7 +17,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
 import os
-import pickle
 import select
 import signal
 import socket
@@ -28,6 +27,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 from accel_runtime.environment.settings import Settings
@@ -51,7 +51,6 @@ _CONNECTIONS = 8
 """Uploads and reads of a process that run at the same time."""
 _BLOCK_BYTES = 1 << 22
 """Bytes of a block of a stream."""
-_LENGTH_BYTES = 8
 _PARENT_POLL_S = 1.0
 
 
@@ -183,19 +182,14 @@ class _Connection:
     """A connection on which objects are pickled, and bytes are sent without a copy."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+        self._socket, self._messages = connected, Connection(os.dup(connected.fileno()))
 
     def send(self, value: Any) -> None:
-        data = pickle.dumps(value)
-        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        self._messages.send(value)
 
     def receive(self) -> Any:
         """Return an object; raise EOFError if the other side has ended."""
-        size = bytearray(_LENGTH_BYTES)
-        self.receive_bytes(memoryview(size))
-        data = bytearray(int.from_bytes(size, "little"))
-        self.receive_bytes(memoryview(data))
-        return pickle.loads(data)  # noqa: S301 - of our own process
+        return self._messages.recv()
 
     def send_bytes(self, data: memoryview) -> None:
         self._socket.sendall(data)
@@ -209,6 +203,7 @@ class _Connection:
             buffer = buffer[count:]
 
     def close(self) -> None:
+        self._messages.close()
         self._socket.close()
 
 
