@@ -334,7 +334,7 @@ class _Prepared(NamedTuple):
     saved_items: Sequence[StateItem]
     """The items that the checkpoint has."""
     left_out: list[str]
-    """What does not fit."""
+    """Reasons for items that do not fit."""
 
 
 class StateReader:

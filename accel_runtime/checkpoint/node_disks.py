@@ -61,7 +61,7 @@ def locate_project(node_dir: str | os.PathLike[str], project_dir: str | os.PathL
 
 @dataclass(frozen=True)
 class Listing:
-    """What a rank finds before a load; sent to all ranks."""
+    """Checkpoints that a rank finds before a load; sent to all ranks."""
 
     parts: Mapping[int, str]
     """Names of the saves of complete parts on the disk of its node, by number."""
@@ -264,7 +264,7 @@ def _report_incomplete(listings: Sequence[Listing], newest: int) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has written into its node's part; it is passed on in a file, since other nodes do not need it."""
+    """Entries of the files of a rank in its node's part; passed on in a file, since other nodes do not need them."""
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
     files: Mapping[str, FileEntry] = field(default_factory=dict)

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-import xxhash
-
 from accel_runtime.environment.settings import __version__, format_size
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
 from accel_runtime.storage.manifest import Chunk, FileEntry, Manifest, TensorEntry, item_of_tensor
@@ -75,29 +73,13 @@ def _copy(snapshot: Snapshot, draft: Draft, progress: Progress) -> Manifest:
     _require_space(draft, manifest.bytes)
 
     def copy(name: str) -> None:
-        file = manifest.files[name]
-        draft.put(name, _read_file(snapshot, name, file, progress), file.bytes)
+        chunk = manifest.get_file_chunk(name)
+        blocks = read_chunk(snapshot, "the file", chunk, min(chunk.bytes, _COPY_BYTES), progress)
+        draft.put(name, blocks, chunk.bytes)
 
     parallel_map(copy, manifest.files)
     draft.commit(manifest)
     return manifest
-
-
-def _read_file(snapshot: Snapshot, name: str, file: FileEntry, progress: Progress) -> Iterator[memoryview]:
-    """Yield the blocks of a file, and compare its checksum at the end."""
-    checksum = xxhash.xxh3_64()
-    block = memoryview(bytearray(min(file.bytes, _COPY_BYTES)))
-    for start in range(0, file.bytes, _COPY_BYTES):
-        piece = block[: file.bytes - start]
-        if snapshot.get_range(name, start, piece) < len(piece):
-            raise CheckpointError(f"{snapshot.checkpoint.locate(name)} was truncated while it was read")
-        checksum.update(piece)
-        progress(len(piece))
-        yield piece
-    if checksum.hexdigest() != file.checksum:
-        raise CheckpointError(
-            f"{snapshot.checkpoint.locate(name)} is damaged: the file does not have its checksum"
-        )
 
 
 def _require_space(draft: Draft, needed: int) -> None:

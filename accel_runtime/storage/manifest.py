@@ -383,7 +383,12 @@ class Manifest:
             if name in data_files:
                 yield "its header", Chunk(name, 0, file.header, file.header_checksum, (), ())
             else:
-                yield "the file", Chunk(name, 0, file.bytes, file.checksum, (), ())
+                yield "the file", self.get_file_chunk(name)
+
+    def get_file_chunk(self, name: str) -> Chunk:
+        """Return a file as one chunk, by which it is read and verified."""
+        file = self.files[name]
+        return Chunk(name, 0, file.bytes, file.checksum, (), ())
 
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""

@@ -36,7 +36,7 @@ _ACCELERATE = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """What is or should be a checkpoint."""
+    """A checkpoint, complete or not."""
 
     location: str
     """Its path or URL: the final name, even if a crash left it beside that name."""

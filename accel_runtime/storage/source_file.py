@@ -26,8 +26,6 @@ __all__ = ["SourceFile", "locate_file"]
 
 ReadRange = Callable[[memoryview, int], None]
 """Fills a buffer from an offset; raises `CheckpointError` if the file ends before."""
-_BLOCK_BYTES = 1 << 23
-"""Bytes of one request to an object store."""
 _HASHED_BYTES = 1 << 26
 
 
@@ -167,10 +165,7 @@ class ObjectFile(SourceFile):
         yield self._read
 
     def _read(self, buffer: memoryview, offset: int) -> None:
-        starts = range(0, len(buffer), _BLOCK_BYTES)
-        self.client.read_ranges(
-            [RangeRequest(self.url, offset + at, buffer[at : at + _BLOCK_BYTES]) for at in starts]
-        )
+        self.client.read_ranges([RangeRequest(self.url, offset, buffer)])
 
     @override
     def read_size(self) -> int:

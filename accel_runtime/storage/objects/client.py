@@ -60,7 +60,7 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class Level:
-    """What is directly below a prefix."""
+    """Names directly below a prefix."""
 
     folders: tuple[str, ...]
     """Names below which there are objects."""
@@ -105,11 +105,11 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def start_put(self, key: str, size: int, *, wait: bool = True) -> Upload | None:
-        """Begin to write an object of so many bytes, which is sent while further uploads begin.
+        """Begin the upload of an object, which goes on while further ones begin.
 
         Args:
             key: URL of the object.
-            size: Number of bytes.
+            size: Size of the object in bytes.
             wait: Wait for one of the uploads and reads of other threads to end if there are as many as the client runs. If
                 not, return None then: a thread that has uploads of its own must finish one of them first.
         """
@@ -163,7 +163,7 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def list_level(self, prefix: str) -> Level:
-        """Return what is directly below a prefix that ends in `/`."""
+        """Return the names directly below a prefix that ends in `/`."""
 
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:

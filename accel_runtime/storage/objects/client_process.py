@@ -51,6 +51,8 @@ _CONNECTIONS = 8
 """Uploads and reads of a process that run at the same time."""
 _BLOCK_BYTES = 1 << 22
 """Bytes of a block of a stream."""
+_READ_BYTES = 1 << 23
+"""Most bytes of a range that are requested at a time."""
 _PARENT_POLL_S = 1.0
 
 
@@ -116,7 +118,7 @@ class ProcessClient(ObjectClient):
         """Read on as many connections as are free, at least on one."""
         child, pending = self._get_child(), deque[tuple[_Call, RangeRequest]]()
         try:
-            for request in requests:
+            for request in _split_requests(requests):
                 while (connection := child.acquire(wait=not pending)) is None:
                     _receive_range(*pending.popleft())
                 call = _Call(child, connection, request.key)
@@ -335,6 +337,13 @@ class _ProcessUpload(Upload):
         etag: str = self._call.receive()
         self._call.release()
         return etag
+
+
+def _split_requests(requests: Iterable[RangeRequest]) -> Iterator[RangeRequest]:
+    """Yield requests of at most `_READ_BYTES`, so that a large range is read on several connections."""
+    for request in requests:
+        for at in range(0, len(request.buffer), _READ_BYTES):
+            yield RangeRequest(request.key, request.start + at, request.buffer[at : at + _READ_BYTES])
 
 
 def _receive_range(call: _Call, request: RangeRequest) -> None:

@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, FileEntry, Manifest, hash_file
 from accel_runtime.storage.objects.client import (
@@ -30,6 +28,7 @@ from accel_runtime.storage.store import (
     DraftAddress,
     Snapshot,
 )
+from accel_runtime.storage.tensor_file import read_chunk
 
 __all__ = [
     "DRAFTS",
@@ -50,8 +49,6 @@ __all__ = [
 
 PIECE_BYTES = 1 << 25
 """Largest object that is written: several are sent at a time, and one that fails is sent again."""
-_READ_BYTES = 1 << 23
-"""Most bytes of a read that are requested at a time; several requests run at once."""
 DRAFTS, PARTS = ".drafts", "parts"
 _RESERVED = b'{"reserved":'
 
@@ -282,6 +279,7 @@ class ObjectDraft(Draft):
 
     def commit(self, manifest: Manifest) -> None:
         """Replace the manifest object, on the condition that it is that of the beginning, once all parts are seen."""
+        assert self._marker is not None
         key = self.address.key
         pieces = find_pieces(self._client, self.address.location, manifest.files)
         if find_missing_part(key, manifest, pieces) is not None:
@@ -299,10 +297,7 @@ class ObjectDraft(Draft):
             else:
                 raise
         with suppress(OSError):  # the next save removes them
-            self._client.delete([*self._list_hook_claims(), *self._list_markers()])
-
-    def _list_markers(self) -> list[str]:
-        return [] if self._marker is None else [self._marker]
+            self._client.delete([*self._list_hook_claims(), self._marker])
 
     def _list_hook_claims(self) -> list[str]:
         folder = locate_hook_claims(self.address.key, self.address.save)
@@ -381,14 +376,14 @@ class ObjectSnapshot(Snapshot):
         self._folder: Path | None = None
 
     def get_range(self, name: str, start: int, buffer: memoryview) -> int:
-        """Read a range from the objects of a part, in several requests at a time if it is large."""
+        """Read a range from the objects of a part."""
         end = start + len(buffer)
         requests = []
         for piece in self._pieces.get(name) or [Piece(f"{self._location}/{name}", 0, len(buffer) + start)]:
             first, last = max(start, piece.start), min(end, piece.start + piece.size)
-            for at in range(first, last, _READ_BYTES):
-                target = buffer[at - start : min(at + _READ_BYTES, last) - start]
-                requests.append(RangeRequest(piece.key, at - piece.start, target))
+            if first < last:
+                target = buffer[first - start : last - start]
+                requests.append(RangeRequest(piece.key, first - piece.start, target))
         if requests:
             self._client.read_ranges(requests)
         return sum(len(request.buffer) for request in requests)
@@ -408,21 +403,14 @@ class ObjectSnapshot(Snapshot):
             for name, file in self.checkpoint.manifest.files.items():
                 if not file.header:
                     (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    self._download(name, file, self._folder / name)
+                    self._download(name, self._folder / name)
         return self._folder
 
-    def _download(self, name: str, file: FileEntry, path: Path) -> None:
-        checksum = xxhash.xxh3_64()
+    def _download(self, name: str, path: Path) -> None:
+        chunk = self.checkpoint.manifest.get_file_chunk(name)
         with path.open("wb") as output:
-            for start in range(0, file.bytes, PIECE_BYTES):
-                block = memoryview(bytearray(min(PIECE_BYTES, file.bytes - start)))
-                self.get_range(name, start, block)
-                checksum.update(block)
+            for block in read_chunk(self, "the file", chunk, min(chunk.bytes, PIECE_BYTES), lambda _: None):
                 output.write(block)
-        if checksum.hexdigest() != file.checksum:
-            raise CheckpointError(
-                f"{self.checkpoint.locate(name)} is damaged: the file does not have its checksum"
-            )
 
     def close(self) -> None:
         """Remove the temporary directory."""
