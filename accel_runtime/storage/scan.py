@@ -112,6 +112,8 @@ def _scan_objects(url: str, store: Store) -> CheckpointScan:
 def _read_object_entry(key: str, store: Store) -> CheckpointEntry:
     try:
         return CheckpointEntry(key, store.find(key))
+    except RequestError:  # not of the checkpoint: the client is not installed
+        raise
     except CheckpointError as error:
         return CheckpointEntry(key, None, error)
 

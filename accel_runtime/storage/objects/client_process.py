@@ -32,7 +32,7 @@ from typing import Any
 
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import print_note
-from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.objects.client import (
     ConditionError,
     Level,
@@ -66,7 +66,7 @@ class ProcessClient(ObjectClient):
 
     def __init__(self, retry_s: float, connections: int = _CONNECTIONS) -> None:
         if problem := explain_missing_client():
-            raise CheckpointError(problem)
+            raise RequestError(problem)
         self._retry_s, self._connections = retry_s, connections
         self._lock = threading.Lock()
         self._child: _Child | None = None

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.locations import BUCKET_KINDS, split_url
-from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.objects.client import (
     ConditionError,
     Level,
@@ -69,7 +69,7 @@ class ObstoreClient(ObjectClient):
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         if problem := explain_missing_client():
-            raise CheckpointError(problem)
+            raise RequestError(problem)
         self._retry_s = retry_s
         self._environ = os.environ if environ is None else environ
         self._report, self._next_report = report, 0.0

@@ -12,8 +12,9 @@ from support.object_store import Bucket
 
 from accel_cli.commands import checkpoints
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.storage.any_store import AnyStore
+from accel_runtime.storage.any_store import AnyStore, open_store
 from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.objects import client_process
 from accel_runtime.storage.objects.store import ObjectStore
 
 URL = "s3://bucket/run"
@@ -126,6 +127,15 @@ def test_a_url_that_a_command_cannot_use_is_an_error_of_one_line(capfd, bucket, 
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_client_that_is_not_installed_is_an_error_and_no_damaged_checkpoint(capfd, cwd, monkeypatch):
+    monkeypatch.setattr(client_process, "explain_missing_client", lambda: "obstore is missing. Install it.")
+    monkeypatch.setattr(checkpoints, "_STORE", open_store(retry_s=0.125))
+    for command in ("list", "verify", "show"):
+        result = call_accel(capfd, "checkpoint", command, URL)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "obstore is missing. Install it." in result.stderr
 
 
 def test_the_variables_of_the_profile_are_set_unless_the_environment_has_them(cwd, monkeypatch):
