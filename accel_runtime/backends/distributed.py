@@ -5,19 +5,20 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import itertools
 import multiprocessing
 import os
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import get_worker_info
 from typing_extensions import override
 
@@ -41,6 +42,8 @@ from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import MeshSizes
 from accel_runtime.foundation.torch_internals import (
     HashStore,
+    PrefixStore,
+    Store,
     default_store,
 )
 
@@ -130,8 +133,15 @@ class DistributedBackend(StoreBackend):
             _check_is_rank(topology)
             if group_options["backend"] == _SMDDP:
                 _register_smddp(device)
-            is_waiting = topology.launched and not group_options.keys() & {"store", "init_method"}
-            with report_missing_ranks(topology) if is_waiting else nullcontext():
+            if topology.launched and not group_options.keys() & {"store", "init_method"}:
+                with report_missing_ranks(topology):
+                    group_options |= {
+                        "store": _open_group_store(topology, group_options["timeout"] or timeout),
+                        "rank": topology.rank,
+                        "world_size": topology.world_size,
+                    }
+                    dist.init_process_group(**group_options)
+            else:
                 dist.init_process_group(**group_options)
             if topology.launched:
                 record_rank_process()
@@ -243,6 +253,8 @@ class DistributedBackend(StoreBackend):
         if self in _USERS:
             _USERS.remove(self)
             if not _USERS:
+                if self.rank_monitor is not None:
+                    self.rank_monitor.service.close()
                 _destroy_process_group()
 
 
@@ -289,6 +301,27 @@ def check_gpus_differ(gpus: Sequence[tuple[Any, ...]], backend: str | None) -> N
             f"Cannot connect the ranks over {backend}: some use the same GPU (ranks {'; ranks '.join(shared)}). Start at most one "
             "process a GPU, share GPUs with process_group_backend: gloo, or set device: cpu."
         )
+
+
+def _open_group_store(topology: Topology, timeout: timedelta) -> Store:
+    """Return a store for the next process group of this process.
+
+    Each has keys of its own: the ranks of a second group would otherwise read the addresses of the first one, and wait there
+    without end. The connection is kept, since a server that rank 0 closes with its group may still answer a faster rank.
+    """
+    store, numbers = _connect_to_launcher(os.getpid(), topology, timeout)
+    return PrefixStore(f"group{next(numbers)}", store)
+
+
+@functools.cache
+def _connect_to_launcher(
+    process: int,  # noqa: ARG001 - part of the key: a forked process has a connection of its own
+    topology: Topology,
+    timeout: timedelta,
+) -> tuple[Store, Iterator[int]]:
+    """Connect to the store of the launcher, once in a process; return it with the numbers of its process groups."""
+    store, _, _ = next(rendezvous("env://", topology.rank, topology.world_size, timeout=timeout))
+    return store, itertools.count()
 
 
 def _group_backend(settings: Settings, device: torch.device) -> str:

@@ -6,6 +6,7 @@ docs/design/save-alone.md has the reasons.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import math
 import os
@@ -14,8 +15,8 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -160,6 +161,7 @@ class StatusService:
         if self._closed or os.getpid() != self._pid:  # a process that the script has forked ends by itself
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._has_left.set()
         self._watch.join(PATIENCE_S)
         if self._host_status is not None:
@@ -251,11 +253,12 @@ class StatusService:
         elif inside is not None:
             location = f"waits in {inside[0]} at {inside[1]}"
         else:
-            frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
-            in_backward, in_torch = _is_in_backward(frame), _get_torch_collective(frame)
-            site = call_site_of_frame(frame, TORCH, *_LIBRARIES)
-            if not site.line:  # the script itself is installed, as a module of a package
-                site = call_site_of_frame(frame, TORCH)
+            with _pause_garbage_collection():
+                frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001 - documented, for such uses
+                in_backward, in_torch = _is_in_backward(frame), _get_torch_collective(frame)
+                site = call_site_of_frame(frame, TORCH, *_LIBRARIES)
+                if not site.line:  # the script itself is installed, as a module of a package
+                    site = call_site_of_frame(frame, TORCH)
             operation = "backward()" if in_backward else in_torch
             location = f"is {f'in {operation} ' if operation else ''}at {site}"
         return RankStatus(
@@ -275,6 +278,24 @@ class StatusService:
         return (
             f"after {steps} step{'' if steps == 1 else 's'} and {batches} batch{'' if batches == 1 else 'es'}"
         )
+
+
+@contextmanager
+def _pause_garbage_collection() -> Iterator[None]:
+    """Pause it while the stack of another thread is read.
+
+    CPython 3.11 makes the object of a frame when it is asked for it, and may collect garbage then. A finalizer lets the other
+    thread run, and the frame is gone when the object gets it: the process crashes. Later versions collect between
+    instructions only.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _get_torch_collective(frame: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn, overrides
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +32,7 @@ __all__ = [
     "BatchNorm",
     "HashStore",
     "PrefixStore",
+    "Store",
     "TCPStore",
     "capture_buckets",
     "compile_call",

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from contextlib import ExitStack
 
 import pytest
+import torch
 from support.processes import free_port
 from support.ranks import run_script
 from support.waits import limit
+
+from accel_runtime import Accelerator
 
 INSPECT = """
 import atexit, datetime, torch, torch.distributed as dist
@@ -140,6 +145,22 @@ def run_launched(script, environs):
         for rank_environ in environs_of_ranks
     ]
     return [(*process.communicate(timeout=limit(240)), process.returncode) for process in processes]
+
+
+def test_an_accelerator_after_end_training_connects_while_another_rank_is_late(pair):
+    """The rank in time must not read the addresses of the first group, and no thread of it stays."""
+
+    def connect(delay_s):
+        counts = []
+        for _ in range(3):
+            accelerator = Accelerator()
+            assert accelerator.reduce(torch.ones(1)).item() == 2
+            accelerator.end_training()
+            counts.append(threading.active_count())
+            time.sleep(delay_s * accelerator.process_index)
+        return counts[-1] - counts[0]
+
+    assert pair.run(connect, 0.3) == [0, 0]
 
 
 @pytest.mark.full
