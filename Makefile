@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 export NO_MKDOCS_2_WARNING := 1
 # Some machines set it. Each of a thousand processes would then compile accel, the tests and torch again.
 unexport PYTHONDONTWRITEBYTECODE
+# Tests write into temporary folders and the environment only.
+export HYPOTHESIS_STORAGE_DIRECTORY := $(CURDIR)/$(VENV)/.hypothesis
 DEMO_READY := $(VENV)/.ready-demo
 READY := $(VENV)/.ready
 # torch_xla 2.9.0, the newest, needs torch 2.9.0, and so a separate environment.
@@ -23,15 +25,13 @@ DEEPSPEED_TESTS := tests/zero tests/runtime/parallel/test_strategy_contract.py
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
 # pyproject.toml, as the pytest of a machine with a GPU may be too old for these options.
-TIME_LIMIT := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
-# Marks of the tests of `make test`. CI runs fast and slow tests in one run, as importing all tests takes half a minute.
-MARKS ?= not slow and not full
+PYTEST = -m pytest -o cache_dir=$(VENV)/.pytest_cache -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 
 # A machine with a GPU may have no network: `PYTHON=python3` uses that interpreter without setting up.
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-services test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,28 +47,31 @@ demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 proce
 	  'docs/first-launch.md' 'the profile of this machine, and what a launch does'
 
 test: $(READY)  ## Set up, then run the tests for every change
-	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "$(MARKS)"
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full"
 
-test-slow: $(READY)  ## Run the slow tests: hosts, a Slurm cluster, an imitation of AWS, the first pages of the docs
-	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -m "slow and not full"
+test-slow: $(READY)  ## Run the slow tests: many launches, an imitation of AWS, the first pages of the docs
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full"
+
+test-services: $(READY)  ## Install Ceph, Slurm, sshd and Chromium, and run the tests that need them or root (Debian, as root)
+	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -m "service and not full"
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test on its CPU device
-	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
+	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
-	$(RAY)/bin/python -m pytest $(TIME_LIMIT) -m "not full" tests/ray_jobs
+	$(RAY)/bin/python $(PYTEST) -m "not full" tests/ray_jobs
 
 test-deepspeed: $(DEEPSPEED_READY)  ## Set up DeepSpeed in a separate environment, and test ZeRO on the CPU
-	$(DEEPSPEED)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal -m "not full" $(DEEPSPEED_TESTS)
+	$(DEEPSPEED)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(DEEPSPEED_TESTS)
 
 test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses that interpreter
 	$(GPU_PYTHON) tests/gpu/__main__.py
 
 test-full: $(READY) $(XLA_READY) $(RAY_READY) $(DEEPSPEED_READY)  ## Run all tests in random order, then the mutations
-	$(BIN)/python -m pytest $(TIME_LIMIT) $(AT_ONCE) -p randomly --hypothesis-profile search
-	$(XLA)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(XLA_TESTS)
-	$(RAY)/bin/python -m pytest $(TIME_LIMIT) tests/ray_jobs
-	$(DEEPSPEED)/bin/python -m pytest $(TIME_LIMIT) -n 2 --dist worksteal $(DEEPSPEED_TESTS)
+	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -p randomly --hypothesis-profile search
+	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal $(XLA_TESTS)
+	$(RAY)/bin/python $(PYTEST) tests/ray_jobs
+	$(DEEPSPEED)/bin/python $(PYTEST) -n 2 --dist worksteal $(DEEPSPEED_TESTS)
 	$(BIN)/python tests/mutations.py
 
 check: $(READY)  ## Lint, check types and formatting, and build the docs strictly

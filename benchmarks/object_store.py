@@ -31,12 +31,13 @@ _TESTS = Path(__file__).parents[1] / "tests"
 def measure_object_store(bench: Bench) -> Table:
     """Measure seconds of a save and of a load."""
     sys.path.append(str(_TESTS))
+    services = importlib.import_module("support.services")
     support = importlib.import_module("support.s3.server")
 
     commands = _make_aws_environment(bench.cwd)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        os.environ["CI"] = "1"  # installs the server
-        server = support.start_server(Path(folder) / "server")
+        services.prepare_service("Ceph")
+        server = support.CephServer(Path(folder) / "server").start()
         os.environ.update(support.client_variables(server.address))
         # Services without the newer checksums refuse them.
         os.environ["AWS_REQUEST_CHECKSUM_CALCULATION"] = "when_required"

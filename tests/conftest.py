@@ -9,11 +9,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 from support.processes import free_port
+from support.services import UnavailableError, prepare_services, skip_services
 from support.waits import limit
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
@@ -34,6 +36,7 @@ if threading.current_thread() is threading.main_thread():
             signal.signal(_number, _default_handler)
 
 ROOT = Path(__file__).parent.parent
+_LOG_LEVEL, _QUIET = "TORCH_CPP_LOG_LEVEL", "ERROR"
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -46,6 +49,8 @@ _LAUNCHER_VARIABLES = (
     "NNODES",
     "OMP_NUM_THREADS",
 )
+# Libraries write there as soon as they are imported, and a model of the user must not be found.
+os.environ["HF_HOME"] = str(Path(tempfile.gettempdir(), "accel-tests-huggingface"))
 # As in an activated environment: without `accel` on PATH, errors that name a command have another line.
 os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
 
@@ -171,14 +176,10 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def slurm_cluster():
-    """Start a Slurm cluster of two nodes once; skip the test with a reason if this machine cannot run one."""
-    from support.hosts.debian import UnavailableError
+    """Start a Slurm cluster of two nodes once."""
     from support.hosts.slurm import SlurmCluster
 
-    try:
-        cluster = SlurmCluster().start()
-    except UnavailableError as error:
-        pytest.skip(f"no Slurm cluster: {error}")
+    cluster = SlurmCluster().start()
     yield cluster
     cluster.close()
 
@@ -202,12 +203,12 @@ def aws(aws_plane, monkeypatch):
     aws_plane.reset()
 
 
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory):
-    """Start an S3 server: Ceph's where it is installed, and in CI also where it can be installed, otherwise moto's."""
-    from support.s3.server import start_server
+@pytest.fixture(scope="session", params=["moto", pytest.param("Ceph", marks=pytest.mark.service("Ceph"))])
+def s3_server(request, tmp_path_factory):
+    """Start an S3 server, once that of moto and once that of Ceph."""
+    from support.s3.server import SERVERS
 
-    server = start_server(tmp_path_factory.mktemp("s3") / "server")
+    server = SERVERS[request.param](tmp_path_factory.mktemp("s3") / "server").start()
     yield server
     server.close()
 
@@ -251,13 +252,40 @@ def read_profile(home):
     return lambda name="default": resolve([read_file(home / "profiles" / f"{name}.yaml", "file")]).profile
 
 
+def pytest_addoption(parser):
+    """Add the option of `make test-services`."""
+    parser.addoption(
+        "--services", action="store_true", help="install and use what tests need (support/services.py)"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Skip the tests that need a service, before tests are selected by their marks."""
+    skip_services(items, run=config.getoption("services"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Install the services of a test. It fails where they cannot be had: a lane that skips its tests would prove nothing."""
+    if item.config.getoption("services"):
+        try:
+            prepare_services(item)
+        except UnavailableError as error:
+            pytest.fail(str(error), pytrace=False)
+
+
 def pytest_configure():
     """Restore the default action of SIGHUP, which nohup ignores, so that it ends the processes of tests."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # torch prints C++ stacks for connections that tests break on purpose. It reads the variable once, as it is imported.
+    os.environ.setdefault(_LOG_LEVEL, _QUIET)
 
 
 def pytest_collection_finish(session):
-    """Exclude the million objects of imported tests from later garbage collections."""
+    """Exclude the million objects of imported tests from later garbage collections, and give processes torch's log level back."""
+    if os.environ.get(_LOG_LEVEL) == _QUIET:
+        del os.environ[_LOG_LEVEL]
     gc.collect()
     gc.freeze()
 

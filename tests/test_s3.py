@@ -11,32 +11,21 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError, HTTPClientError
-from support.hosts.debian import UnavailableError
 from support.s3.fault_proxy import Answer, BlackHole, FaultProxy, Hook, Reset, Slow
-from support.s3.server import ACCESS_KEY, REGION, SECRET_KEY, CephServer, MotoServer
+from support.s3.server import ACCESS_KEY, REGION, SECRET_KEY, MotoServer
 
 WRITERS = 6
 
 
-@pytest.fixture(scope="module", params=[MotoServer, pytest.param(CephServer, marks=pytest.mark.slow)])
-def server(request, tmp_path_factory):
-    try:
-        server = request.param(tmp_path_factory.mktemp("s3") / "server").start()
-    except UnavailableError as error:
-        pytest.skip(f"no Ceph: {error}")
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def proxy(server):
-    with FaultProxy(server) as proxy:
+def proxy(s3_server):
+    with FaultProxy(s3_server) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def bucket(server):
-    return server.create_bucket()
+def bucket(s3_server):
+    return s3_server.create_bucket()
 
 
 def connect(proxy, client="client", **settings):
@@ -98,9 +87,9 @@ def test_of_several_writers_with_the_same_condition_one_succeeds(proxy, bucket):
         assert not put(client, bucket, key, b"", IfMatch='"0123"')
 
 
-def test_a_wrong_secret_is_refused_by_ceph_only(server, proxy, bucket):
+def test_a_wrong_secret_is_refused_by_ceph_only(s3_server, proxy, bucket):
     client = connect(proxy, secret="x" * 40)
-    if isinstance(server, MotoServer):
+    if isinstance(s3_server, MotoServer):
         client.put_object(Bucket=bucket, Key="key", Body=b"1")
     else:
         with pytest.raises(ClientError, match="SignatureDoesNotMatch"):
@@ -124,11 +113,11 @@ def test_bytes_are_counted_by_client_and_key(proxy, bucket):
 
 
 @pytest.mark.parametrize(("when", "is_written"), [("before", False), ("upload", False), ("after", True)])
-def test_a_connection_is_reset_before_within_or_after_an_upload(server, proxy, bucket, when, is_written):
+def test_a_connection_is_reset_before_within_or_after_an_upload(s3_server, proxy, bucket, when, is_written):
     client = connect(proxy)
     with proxy.faults(Reset(when), every=2), pytest.raises(HTTPClientError):
         client.put_object(Bucket=bucket, Key="key", Body=bytes(1000_000))
-    assert ("key" in server.list_sizes(bucket)) == is_written
+    assert ("key" in s3_server.list_sizes(bucket)) == is_written
     client.put_object(Bucket=bucket, Key="key", Body=b"1")
     with proxy.faults(Reset(when), every=2, first=2, method="PUT"):
         outcomes = []
@@ -177,11 +166,11 @@ def test_a_request_is_slow_or_never_answered(proxy, bucket):
         assert len(client.get_object(Bucket=bucket, Key="key")["Body"].read()) == 200_000
 
 
-def test_a_function_is_called_before_and_after_a_request(server, proxy, bucket):
+def test_a_function_is_called_before_and_after_a_request(s3_server, proxy, bucket):
     client, seen = connect(proxy), []
 
     def look(request):
-        seen.append((request.key, "key" in server.list_sizes(bucket)))
+        seen.append((request.key, "key" in s3_server.list_sizes(bucket)))
 
     proxy.inject(Hook(look), method="PUT", key="^key$", select=lambda request: request.is_conditional)
     proxy.inject(Hook(look, "after"), method="PUT", key="^key$")
@@ -189,7 +178,7 @@ def test_a_function_is_called_before_and_after_a_request(server, proxy, bucket):
     assert seen == [("key", False), ("key", True)]
 
 
-def test_addresses_are_loopback(server, proxy):
-    for address in (server.address, proxy.address("one"), proxy.address("other")):
+def test_addresses_are_loopback(s3_server, proxy):
+    for address in (s3_server.address, proxy.address("one"), proxy.address("other")):
         assert urlsplit(address).hostname == "127.0.0.1"
     assert proxy.address("one") == proxy.address("one") != proxy.address("other")

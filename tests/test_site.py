@@ -19,7 +19,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from support.browser import open_browser, resize, set_color_scheme
 from support.sources.docs_reader import DOCS, blocks, commands, sides
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.service("Chromium")
 
 WORDS = {
     "multi-node": "several-machines", "multi-gpu": "multi-gpu", "docker": "docker", "jupyter": "notebooks",

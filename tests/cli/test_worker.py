@@ -91,6 +91,7 @@ atexit.register(print, "function of the script")
 GROUP = "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "waits"),
     [(GROUP, ["waits 0.05 0.5"]), (f"{GROUP}; dist.destroy_process_group()", []), ("", [])],

@@ -83,6 +83,7 @@ def test_a_rank_that_has_raised_and_exits_slowly_is_the_first_failure(fails):
     assert lines[-1].endswith(": ValueError: there is no data")
 
 
+@pytest.mark.slow
 def test_the_first_failure_is_the_first_also_if_the_clock_is_set_back_before_the_second(fails):
     lines, code = fails(
         "import os, time\nfrom pathlib import Path\n"
@@ -98,6 +99,7 @@ def test_the_first_failure_is_the_first_also_if_the_clock_is_set_back_before_the
     assert "accel: rank 3 failed later, in another way" in lines
 
 
+@pytest.mark.slow
 def test_a_failure_with_text_that_is_not_utf_8_is_shown_and_logged(script, cwd, home):
     """A file name that another system wrote, in a folder that has such a name too."""
     folder = Path(os.fsdecode(os.fsencode(cwd) + b"/\xff"))
@@ -122,12 +124,14 @@ def test_the_report_of_an_exception_on_all_ranks(fails):
     assert lines[-1].endswith(": KeyError: 'x'")
 
 
+@pytest.mark.slow
 def test_the_report_of_an_exit_code(fails):
     lines, code = fails(f"{IF_2}    sys.exit(3)\n{OTHERS_WAIT}")
     assert code == 3
     assert lines[-1].endswith(": exited with code 3")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_text_passed_to_exit(fails, home):
     lines, code = fails(f"{IF_2}    sys.exit('no such dataset: x')\n{OTHERS_WAIT}")
     assert code == 1
@@ -302,7 +306,7 @@ def removed(group):
 
 
 @pytest.fixture
-def little_memory():
+def memory_group():
     """A control group with 1 GiB, of the first version or the second."""
     groups = Path("/sys/fs/cgroup")
     for parent, setting in ((groups / "memory", "memory.limit_in_bytes"), (groups, "memory.max")):
@@ -320,11 +324,11 @@ def little_memory():
     pytest.skip("needs the right to make a control group for memory")
 
 
-def test_the_report_of_a_rank_killed_for_memory(script, little_memory):
+def test_the_report_of_a_rank_killed_for_memory(script, memory_group):
     script(
         f"{IF_2}    hoard = []\n    while True:\n        hoard.append(bytearray(b'x' * (1 << 24)))\n{OTHERS_WAIT}"
     )
-    enter = f'echo $$ > {little_memory}/cgroup.procs; exec "$@"'
+    enter = f'echo $$ > {memory_group}/cgroup.procs; exec "$@"'
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", "4", "train.py"]
     result = subprocess.run(
         ["sh", "-c", enter, "_", *command], capture_output=True, text=True, timeout=limit(120), check=False
@@ -389,6 +393,7 @@ def test_a_signal_to_the_launcher_shows_a_failure_whose_process_still_runs(scrip
     assert {log(home, rank).count("ValueError: no data\n") for rank in (0, 1)} == {1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exec", "forkserver"])
 @pytest.mark.parametrize("end", ["raise ValueError('of the child')", "sys.exit('of the child')"])
 def test_the_failure_of_a_forked_child_is_not_that_of_its_rank(script, cwd, home, method, end):
@@ -407,6 +412,7 @@ def test_the_failure_of_a_forked_child_is_not_that_of_its_rank(script, cwd, home
     assert result.stderr.count("of the child\n") == log(home, 0).count("of the child\n") == 1
 
 
+@pytest.mark.slow
 def test_a_record_that_a_child_of_a_rank_writes_is_not_a_failure(script, cwd):
     """A Python program with torch's @record inherits the path of the record."""
     script(

@@ -7,7 +7,7 @@ import re
 
 import pytest
 from support.commands import run_accel
-from support.hosts.network import hosts, needs_hosts
+from support.hosts.network import hosts
 from support.waits import limit
 
 SCRIPT = """
@@ -114,8 +114,7 @@ def test_a_time_out_names_the_rank_that_did_not_come_and_its_line(script):
     assert done.stderr.index("has not entered it") < done.stderr.index("accel: error: rank 0 of 2")
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_both_nodes_name_the_rank_that_has_not_come_and_its_line(script):
     """Each node has one rank, so that the one that waits and the one that is missing are on different machines."""
     script(SCRIPT)

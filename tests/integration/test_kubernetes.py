@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from support.commands import Accel, run_accel
 from support.hosts.kubernetes import KubernetesServer
-from support.hosts.network import hosts, needs_hosts
+from support.hosts.network import hosts
 from support.processes import free_port
 from support.waits import limit, wait_until
 
@@ -105,7 +105,7 @@ def get_id(text):
 
 
 @pytest.mark.full
-@needs_hosts
+@pytest.mark.service("root")
 def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
     following = launch("--nnodes", "2", "--ranks", "all", "train.py", "--lr", "$(HOME) $$x")
     out, err = following.communicate(timeout=limit(240))
@@ -124,7 +124,7 @@ def test_two_pods_train_and_their_job_can_be_listed_and_read(two_nodes, launch):
     assert [owner["uid"] for owner in owners] == [two_nodes.objects["jobs"][name]["metadata"]["uid"]]
 
 
-@needs_hosts
+@pytest.mark.service("root")
 def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, launch):
     following = launch("--nnodes", "2", "train.py", "fail")
     out, err = following.communicate(timeout=limit(240))
@@ -142,7 +142,7 @@ def test_the_exit_code_is_that_of_the_script_in_the_pod_that_failed(two_nodes, l
 
 
 @pytest.mark.full
-@needs_hosts
+@pytest.mark.service("root")
 def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, launch, cwd):
     (cwd / "train.py").write_text(WAIT + TRAIN)
     mark = cwd / "mark"
@@ -159,7 +159,7 @@ def test_a_pod_whose_node_is_lost_is_replaced_while_restarts_remain(two_nodes, l
 
 
 @pytest.mark.full
-@needs_hosts
+@pytest.mark.service("root")
 def test_all_pods_of_a_job_set_start_again_and_resume_after_the_first_one_is_lost(two_nodes, launch, cwd):
     (cwd / "wait.py").write_text(
         "import os, sys, time\nprint('resumes:', os.environ['ACCEL_RESUME'], flush=True)\n"
@@ -327,7 +327,7 @@ def train_jobs(*args):
     return jobs(*args, "--set", "launcher.kubeflow=true")
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.parametrize("version", ["2.2", pytest.param("2.1", marks=pytest.mark.full)])
 def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, version):
     two_nodes.trainer = version
@@ -350,7 +350,7 @@ def test_a_train_job_trains_and_can_be_listed_and_read(two_nodes, kubeflow, vers
 
 
 @pytest.mark.full
-@needs_hosts
+@pytest.mark.service("root")
 def test_a_train_job_that_fails_after_restarts_of_its_pods_has_the_exit_code_of_the_script(
     two_nodes, kubeflow
 ):

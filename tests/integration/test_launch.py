@@ -52,6 +52,7 @@ def test_one_process_replaces_the_launcher_and_keeps_its_exit_code(accel, script
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_module_of_the_working_folder_breaks_no_launch_and_is_that_of_the_script(script, cwd, count):
     """As `python -m accel_cli` runs on the nodes of Slurm and on the hosts of ssh."""

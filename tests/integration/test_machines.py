@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from support.hosts.network import Hosts, hosts, needs_hosts
+from support.hosts.network import Hosts, hosts
 from support.waits import limit, wait_until
 
-pytestmark = needs_hosts
+pytestmark = pytest.mark.service("root")
 MEET = ("-q", "--cpu", "--rdzv-endpoint", "h0:29400")
 TOLD = """
 import os
@@ -73,7 +73,6 @@ def running(cwd, pattern):
     return [pid for pid in pids if Path("/proc", str(pid)).exists()]
 
 
-@pytest.mark.slow
 def test_nodes_with_different_numbers_of_processes_join_if_a_name_resolves_to_loopback(script, cwd):
     """Debian gives a machine's own name 127.0.1.1, where no other machine finds it."""
     script(TOLD)
@@ -99,7 +98,6 @@ def test_nodes_with_different_numbers_of_processes_join_if_a_name_resolves_to_lo
     }
 
 
-@pytest.mark.slow
 def test_two_nodes_count_restarts_together_and_print_one_reason(script):
     script(FAILS)
     with hosts(2) as two:
@@ -130,7 +128,6 @@ def test_all_nodes_end_without_remaining_restarts(script):
     )
 
 
-@pytest.mark.slow
 def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script, cwd):
     script(LIVES)
     options = (*MEET, "--nnodes", "1:2", "--max-restarts", "3", "--set", "launcher.last_call_timeout=2",
@@ -155,7 +152,6 @@ def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script,
     assert "finished as" in outputs[1]
 
 
-@pytest.mark.slow
 def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
     script(LIVES)
     with hosts(3) as three:
@@ -171,7 +167,6 @@ def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
         assert re.search(r"restart 1 of 1: rank 2 on h\d: terminated by SIGKILL", output)
 
 
-@pytest.mark.slow
 def test_both_nodes_report_a_broken_network_and_end(script, cwd):
     script(LIVES)
     with hosts(2) as two:
@@ -188,7 +183,6 @@ def test_both_nodes_report_a_broken_network_and_end(script, cwd):
     assert not running(cwd, "?of2.*")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "named"),
     [
@@ -218,7 +212,6 @@ def test_a_launcher_ended_by_a_signal_is_named_on_the_other_node(script, cwd, nu
     assert "RankLostError: rank 1 ended" in outputs[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("restarts", "code"), [pytest.param("0", 2, marks=pytest.mark.full), ("1", 0)])
 def test_a_third_node_in_a_run_of_two_is_rejected_or_a_spare(script, cwd, restarts, code):
     script(LIVES)
@@ -287,7 +280,6 @@ def test_node_ranks_of_a_scheduler_fix_the_order_and_name_missing_nodes(script):
     assert "1 missing: node_rank 1." in missed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "reason"),
     [
@@ -314,7 +306,6 @@ def test_a_wrong_endpoint_is_an_error(script, endpoint, reason):
     assert launched.returncode in {1, 2}
 
 
-@pytest.mark.slow
 def test_nodes_with_different_options_are_rejected(script):
     script(TOLD)
     with hosts(2) as two:
@@ -327,7 +318,6 @@ def test_nodes_with_different_options_are_rejected(script):
     assert f"refused: {message}" in outputs[0]
 
 
-@pytest.mark.slow
 def test_node_rank_options_are_the_order_of_the_nodes(script):
     script(TOLD)
     with hosts(2) as two:
@@ -337,7 +327,6 @@ def test_node_rank_options_are_the_order_of_the_nodes(script):
     assert "RANK=0 WORLD_SIZE=2" in outputs[1]
 
 
-@pytest.mark.slow
 def test_equal_node_ranks_are_an_error_on_both_nodes(script):
     script(TOLD)
     with hosts(2) as two:

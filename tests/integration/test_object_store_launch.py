@@ -121,6 +121,7 @@ def read_files(folder):
     return "".join(path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_of_credentials_names_the_cure_and_no_secret_is_in_any_output(
     launch, s3_proxy, s3_url, tmp_path, error

@@ -119,6 +119,7 @@ print("end", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["exec", "forkserver"])
 @pytest.mark.parametrize("ranks", ["0", "all", "none"])
 def test_a_script_sets_the_encoding_of_redirected_streams(script, cwd, home, ranks, method):
@@ -192,6 +193,7 @@ def test_a_script_ends_if_its_output_is_closed(script):
         assert b"BrokenPipeError" in process.stderr.read().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_background_process_of_a_script_does_not_delay_the_end(accel, script):
     script("import subprocess\nprint(subprocess.Popen(['sleep', '600']).pid)\n")
     start = time.monotonic()
@@ -254,6 +256,7 @@ def test_accel_logs_without_a_run_is_an_error(accel):
     assert "accel: error: No runs found in " in result.stderr
 
 
+@pytest.mark.slow
 def test_accel_logs_follows_a_run_in_the_folder_of_the_profile(accel, script, cwd):
     script("import sys\nprint('begins', flush=True)\nsys.stdin.read()\nprint('ends')\n")
     accel("config", "set", "--project", "launcher.kind=torchrun", "launcher.log_dir=kept")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_accel
-from support.hosts.network import Hosts, hosts, ip, needs_hosts
+from support.hosts.network import Hosts, hosts, ip
 from support.processes import Process, free_port
 from support.waits import limit, wait_until
 
@@ -128,8 +128,7 @@ def test_ranks_that_another_launcher_has_started_share_the_store_with_their_proc
     assert "nodes: 1 node checked" in outputs[0]
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_a_full_disk_for_logs_ends_the_launch_of_one_node(script, cwd):
     script(TRAINS)
     with small_disk(cwd / "logs", "48k") as logs:
@@ -142,8 +141,7 @@ def test_a_full_disk_for_logs_ends_the_launch_of_one_node(script, cwd):
     assert done.stdout == ""
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_a_node_that_others_cannot_reach_is_left_out_and_cannot_come_back(script, cwd):
     script(TRAINS)
     options = (*MEET, "--nnodes", "2:3", "train.py", "enough")
@@ -164,8 +162,7 @@ def test_a_node_that_others_cannot_reach_is_left_out_and_cannot_come_back(script
     assert "cannot join: the preflight of this run has left it out" in again
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_a_launch_that_needs_the_bad_node_fails_on_all_with_its_name(script):
     script(TRAINS)
     with hosts(3) as three:
@@ -178,7 +175,7 @@ def test_a_launch_that_needs_the_bad_node_fails_on_all_with_its_name(script):
         assert "trained" not in output
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_spare_takes_the_place_of_the_bad_node(script):
     script(TRAINS)
@@ -197,7 +194,7 @@ def test_a_spare_takes_the_place_of_the_bad_node(script):
     assert "trained with 2" in outputs[2]
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_bad_node_with_the_rendezvous_serves_it_until_the_run_ends(script):
     script(TRAINS)
@@ -211,7 +208,7 @@ def test_a_bad_node_with_the_rendezvous_serves_it_until_the_run_ends(script):
         assert "trained with 2" in output
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_node_behind_a_slow_link_is_left_out(script):
     script(TRAINS)
@@ -224,7 +221,7 @@ def test_a_node_behind_a_slow_link_is_left_out(script):
     assert re.search(r"h1 \(10.77.0.11\) is left out: its best link has .*/s, .* of the median", outputs[0])
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_node_whose_check_hangs_is_left_out(script):
     script(TRAINS)
@@ -237,7 +234,7 @@ def test_a_node_whose_check_hangs_is_left_out(script):
     assert not Path("/proc", str(pid)).exists()
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_node_whose_agent_hangs_during_the_check_is_left_out(script):
     script(TRAINS)
@@ -251,7 +248,7 @@ def test_a_node_whose_agent_hangs_during_the_check_is_left_out(script):
     assert re.search(r"h1 \(10.77.0.11\) is left out: did not answer within \d+ s", outputs[0])
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_signal_during_the_check_ends_its_processes(script):
     script(TRAINS)
@@ -266,7 +263,7 @@ def test_a_signal_during_the_check_ends_its_processes(script):
     assert launched[1].returncode == 130, outputs
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_a_node_with_another_version_of_python_is_named(script, cwd):
     script(TRAINS)
@@ -283,7 +280,7 @@ def test_a_node_with_another_version_of_python_is_named(script, cwd):
     assert re.search(r"h1 \(10.77.0.11\): has Python 3\.1, and most nodes have 3\.", outputs[0])
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_accel_test_names_a_node_that_others_cannot_reach_and_creates_no_process_group():
     with hosts(3) as three:

@@ -214,6 +214,7 @@ def test_resume_without_a_checkpoint_is_reported_once(cwd):
     )
 
 
+@pytest.mark.slow
 def test_a_script_that_ignores_resume_is_reported(cwd, script):
     script(
         "from accel_runtime import Accelerator\nfrom torch import nn\n"

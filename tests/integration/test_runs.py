@@ -95,6 +95,7 @@ def test_a_single_process_has_a_run_folder_with_its_heartbeat(script, runs):
     assert "has no log: with the launcher single, its output went to the terminal" in logs.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "state"), [pytest.param("single", "ended", marks=pytest.mark.slow), ("torchrun", "exit code 3")]
 )

@@ -77,6 +77,7 @@ def create(aws, name, **changes):
 # Lists and status ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_newest_jobs_are_listed_oldest_first(account, jobs):
     for number in range(53):
         create(account, f"job-{number:02}")
@@ -105,6 +106,7 @@ def test_the_status_shows_nodes_and_cost(account, accel):
     assert lines[-1] == "cost\t60 billable seconds on each of 2 instances, spot saved 70 %"
 
 
+@pytest.mark.slow
 def test_a_reached_time_limit_is_in_the_status(account, jobs):
     account.settings(hold="Training", speed=100_000)
     create(account, "long")
@@ -200,6 +202,7 @@ def test_following_a_failed_job_prints_the_reason_and_exits_with_1(account, foll
     assert "job one ended as Failed with exit code 1: AlgorithmError: ValueError: boom, exit code: 3" in err
 
 
+@pytest.mark.slow
 def test_following_a_job_that_reached_its_limit_exits_with_2(account, following):
     account.settings(hold="Training", speed=2000)
     create(account, "one")
@@ -299,6 +302,7 @@ def test_download_takes_the_files_of_a_job_without_compression(account, jobs, cw
     assert files == {".gitignore": "*\n", "weights.bin": "w", "sub/config.json": "{}", "output/seen": "1"}
 
 
+@pytest.mark.slow
 def test_download_of_a_running_or_empty_job_is_an_error(account, jobs, cwd):
     account.settings(hold="Training")
     create(account, "one")
@@ -334,6 +338,7 @@ def _link(name, target):
     return entry
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -356,6 +361,7 @@ def test_a_broken_or_unsafe_archive_is_an_error_and_leaves_nothing(account, jobs
     assert not (cwd / "evil").exists()
 
 
+@pytest.mark.slow
 def test_download_of_a_slurm_job_names_the_cluster_file_system(forked):
     result = forked("jobs", "download", "12", "--launcher", "slurm")
     assert result.returncode == 2

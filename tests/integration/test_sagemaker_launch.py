@@ -130,6 +130,7 @@ def test_detach_submits_a_job_and_prints_only_its_name_on_stdout(aws, accel, lau
     assert "Follow it with accel jobs logs mine -f or stop it with accel jobs stop mine" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_printed_commands_contain_the_options_of_the_launch(aws, here, forked, launched):
     (here / "accel.yaml").unlink()
     options = [
@@ -168,6 +169,7 @@ def test_offline_prints_the_request_on_stdout(aws, launched, monkeypatch):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("message", "environ", "words"),
     [
@@ -205,6 +207,7 @@ def test_an_interrupted_submission_leaves_nothing_behind(aws, started, tmp_path,
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_job_is_followed_to_its_end_and_its_model_is_downloaded(aws, here, launched):
     lines = {"algo-1": ["one", "two"], "algo-2": ["three"]}
     aws.settings(play={"lines": lines, "model": {"weights.txt": "w"}}, time=100)
@@ -216,6 +219,7 @@ def test_a_job_is_followed_to_its_end_and_its_model_is_downloaded(aws, here, lau
     assert "100 billable seconds on each of 2 instances" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_job_is_exit_code_1_with_its_reason(aws, here, launched):
     aws.settings(play={"exit": 1, "failure": "ValueError: boom on rank 1"})
     result = launched("--job-name", "mine", "train.py")

@@ -44,6 +44,7 @@ def read_ranks(home):
     return json.loads(shown.stdout)["ranks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

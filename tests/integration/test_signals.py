@@ -182,6 +182,7 @@ def test_a_second_signal_kills_processes_that_ignore_it(script, launch, number):
     assert not launched.left()
 
 
+@pytest.mark.slow
 def test_a_signal_that_a_wrapper_sends_twice_counts_once(script, cwd, launch):
     script(HEARD + UP + WAIT)
     launched = launch().up()
@@ -254,6 +255,7 @@ def alive(cwd):
     return running & {int(path.read_text()) for path in [*cwd.glob("child*"), *cwd.glob("daemon[0-9]")]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ends", "code"),
     [
@@ -294,6 +296,7 @@ def test_daemons_of_a_successful_run_continue(script, cwd, launch):
     assert len(pids) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [None, signal.SIGTERM])
 def test_a_run_that_loses_its_guard_continues_with_one_warning(script, cwd, launch, number):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)

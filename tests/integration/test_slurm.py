@@ -124,7 +124,6 @@ def job_of(done):
     return re.search(r"job (\d+) is submitted", done.stderr)[1]
 
 
-@pytest.mark.slow
 def test_a_job_trains_on_two_nodes(on_slurm, script, cwd, home):
     script(TRAIN)
     (home / "profiles").mkdir(parents=True)
@@ -177,7 +176,6 @@ def test_a_job_trains_on_two_nodes(on_slurm, script, cwd, home):
     assert "Comment=two words" in shown
 
 
-@pytest.mark.slow
 def test_the_exit_code_of_a_job_is_that_of_the_failed_script(on_slurm, script):
     script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(300)")
     done = launch(on_slurm, "--nnodes", 2, "train.py")
@@ -190,7 +188,6 @@ def test_the_exit_code_of_a_job_is_that_of_the_failed_script(on_slurm, script):
     )
 
 
-@pytest.mark.slow
 def test_ctrl_c_leaves_a_job_that_can_be_followed_and_stopped(on_slurm, script, jobs):
     script(STAY)
     following = jobs("--set", "launcher.requeue=true", "--set", "launcher.signal=USR1@60", "train.py")
@@ -227,7 +224,6 @@ raise SystemExit(3)
 """
 
 
-@pytest.mark.slow
 def test_top_shows_a_job_from_the_queue_to_its_failure(on_slurm, jobs, slurm_cluster, script, cwd):
     script(WATCHED)
     done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
@@ -263,7 +259,6 @@ def test_the_tasks_of_an_array_run_with_their_index_and_have_a_log_each(on_slurm
     assert f"id\t{array}_3\n" in on_slurm("jobs", "status", f"{array}_3", "--launcher", "slurm").stdout
 
 
-@pytest.mark.slow
 def test_detach_submits_a_job_and_prints_its_id(on_slurm, script, jobs):
     script("")
     done = launch(on_slurm, "--detach", "--set", "launcher.sbatch_args=[--hold]", "train.py")
@@ -295,7 +290,6 @@ def test_a_job_whose_scripts_ignore_the_warning_is_requeued_and_followed(on_slur
     assert "restarts\t1" in on_slurm("jobs", "status", job).stdout
 
 
-@pytest.mark.slow
 def test_scripts_get_a_signal_before_the_time_limit_and_the_job_is_requeued(on_slurm, script, jobs):
     script(STAY)
     following = jobs(
@@ -321,7 +315,6 @@ def test_scripts_get_a_signal_before_the_time_limit_and_the_job_is_requeued(on_s
     assert f"sending SIGUSR1 to the scripts, then requeueing job {job}" in following.said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -339,7 +332,6 @@ def test_a_job_that_slurm_rejects_is_an_error_with_its_message(on_slurm, script,
     assert said in done.stderr
 
 
-@pytest.mark.slow
 def test_a_job_that_cannot_start_prints_the_reason(script, jobs, slurm_cluster, on_slurm):
     script("")
     following = jobs("--nnodes", "3", "train.py")
@@ -348,14 +340,12 @@ def test_a_job_that_cannot_start_prints_the_reason(script, jobs, slurm_cluster, 
     )
 
 
-@pytest.mark.slow
 def test_an_unknown_job_is_an_error(on_slurm):
     done = on_slurm("jobs", "status", 999999)
     assert done.returncode == 2
     assert "Unknown Slurm job 999999" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_step_of_an_allocation_runs_the_script_without_submitting(on_slurm, script, cwd):
     script(TRAIN)
     command = [

@@ -6,11 +6,10 @@ import re
 import signal
 
 import pytest
-from support.hosts.debian import UnavailableError
-from support.hosts.ssh import check_available, ssh_hosts
+from support.hosts.ssh import ssh_hosts
 from support.waits import limit, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.service("sshd")
 LAUNCH = ("launch", "-q", "--cpu")
 REPORT = """
 import json, os, sys
@@ -45,14 +44,6 @@ signal.signal(signal.SIGTERM, save)
 Path(f"up{rank}").touch()
 time.sleep(600)
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _available():
-    try:
-        check_available()
-    except UnavailableError as error:
-        pytest.skip(f"no hosts with sshd: {error}")
 
 
 def read(process, timeout=150):

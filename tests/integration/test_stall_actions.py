@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_accel
-from support.hosts.network import hosts, needs_hosts
+from support.hosts.network import hosts
 from support.waits import limit, wait_until
 
 TRAINS = """
@@ -133,8 +133,7 @@ def find_pid(cwd, rank, attempt=0):
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_three_hosts_restart_together_after_a_hang_on_one(script):
     script(TRAINS)
     options = ("--nnodes", "3", "--stall-timeout", "3", "--max-restarts", "2", "train.py", "3", "once")
@@ -148,8 +147,7 @@ def test_three_hosts_restart_together_after_a_hang_on_one(script):
     assert "finished in attempt 1" in "".join(outputs)
 
 
-@needs_hosts
-@pytest.mark.slow
+@pytest.mark.service("root")
 def test_hosts_restart_after_the_processes_of_one_were_stopped(script, cwd):
     """A stopped process does not handle SIGTERM."""
     script(TRAINS)
@@ -163,7 +161,7 @@ def test_hosts_restart_after_the_processes_of_one_were_stopped(script, cwd):
     assert "finished in attempt 1" in "".join(outputs)
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["agent", "network"])
 def test_a_run_goes_on_without_a_host_whose_agent_is_stopped_or_whose_network_fails(script, cwd, fault):
@@ -188,7 +186,7 @@ def test_a_run_goes_on_without_a_host_whose_agent_is_stopped_or_whose_network_fa
     assert "finished in attempt 1" in output
 
 
-@needs_hosts
+@pytest.mark.service("root")
 @pytest.mark.full
 def test_one_host_that_gives_up_ends_the_run_on_all(script):
     script(TRAINS)

@@ -92,6 +92,7 @@ def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, 
     assert notes[index + 1].startswith("progress resumed after")
 
 
+@pytest.mark.slow
 def test_accel_stacks_prints_the_stacks_of_a_run_that_continues(accel, sleeping):
     result = accel("stacks")
     assert result.returncode == 0, result.stderr
@@ -242,6 +243,7 @@ for epoch in range(2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "stray", "places"),
     [
@@ -294,6 +296,7 @@ def test_ranks_that_wait_for_each_other_end_within_seconds(accel, script, step, 
     assert ("[1] accel: StallError: " in result.stderr) == (second != "is in backward()")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", ["all", "0"])
 def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_lines(script, cwd, shown):
     script(

@@ -290,6 +290,7 @@ def test_stdin_reaches_the_script(ends):
     assert ends("forkserver", source, stdin=None, input="one\ntwo\n") == (0, "one TWO\n\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables",
     [
@@ -440,6 +441,7 @@ def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, 
     assert "calendar" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_variable_that_the_script_sets_before_torch_is_effective(cwd, script):
     script("import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())")
     result = launched(run_accel, "--set", "launcher.kind=torchrun", "train.py", nproc=1)
@@ -462,6 +464,7 @@ def test_variables_of_the_profile_are_set_before_torch_is_loaded(accel, script):
     assert "by exec" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_restart_forks_from_the_same_server(cwd, script):
     script(
         dedent("""
@@ -483,6 +486,7 @@ def test_a_restart_forks_from_the_same_server(cwd, script):
     assert sorted(lines(result))[-2:] == ["met", "met"]
 
 
+@pytest.mark.slow
 def test_a_restart_without_the_server_is_by_exec(cwd, script):
     script(
         dedent("""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from support.commands import run_accel
-from support.hosts.network import needs_hosts
 from support.processes import Process
 from support.waits import limit, wait_until
 
@@ -104,11 +103,6 @@ Path("up").touch()
 time.sleep(60)
 """
 
-needs_unshare = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("unshare"),
-    reason="namespaces need root and unshare",
-)
-
 
 @pytest.fixture
 def accel(cwd):
@@ -127,8 +121,7 @@ def run_in(namespaces, setup, *args, **options):
     return subprocess.run(command_in(namespaces, setup, *args), check=False, **options)
 
 
-@pytest.mark.slow
-@needs_hosts
+@pytest.mark.service("root")
 def test_processes_connect_without_ipv4(script):
     script(GATHERS)
     setup = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo"
@@ -136,8 +129,7 @@ def test_processes_connect_without_ipv4(script):
     assert (result.returncode, "gathered [0, 1]" in result.stdout) == (0, True), result.stderr
 
 
-@pytest.mark.slow
-@needs_hosts
+@pytest.mark.service("root")
 def test_a_loopback_interface_that_is_down_is_an_error(script):
     script(GATHERS)
     result = run_in(["--net"], ":", "launch", "-q", "--nproc-per-node", 2, "train.py")
@@ -149,7 +141,7 @@ def test_a_loopback_interface_that_is_down_is_an_error(script):
 
 
 @pytest.mark.full
-@needs_unshare
+@pytest.mark.service("root")
 def test_processes_connect_without_proc(script):
     script(GATHERS)
     result = run_in(
@@ -185,6 +177,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", FAILURES.values(), ids=FAILURES)
 def test_a_failure_whose_text_has_no_encoding_is_reported(accel, script, cwd, monkeypatch, code):
     """The text passes the record, the log, the store of the rendezvous, the event and the file with the reason."""
@@ -244,7 +237,6 @@ def process_limit():
     folder.rmdir()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_a_limit_on_processes_is_named(script, process_limit, count):
     """Processes and threads fail to start one after the other: of the store, of the output, of the server, of the ranks."""
@@ -280,6 +272,7 @@ def test_the_error_of_a_failed_allocation_names_its_limit(monkeypatch):
     assert explain_torch_error(MemoryError()).startswith("Cannot import torch: MemoryError. Reinstall it: ")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_killed_data_loader_worker_has_the_likely_reason(accel, script):
     script(WORKER_ENDS)
     result = accel("launch", "-q", "--nproc-per-node", 2, "train.py")
@@ -303,8 +296,7 @@ def test_killed_data_loader_workers_leave_no_folders(script, monkeypatch):
     assert left == []
 
 
-@pytest.mark.slow
-@needs_unshare
+@pytest.mark.service("root")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_process_1_of_a_container_reaps_orphans(script, processes):
     script(LEAVES_ORPHANS)
@@ -313,8 +305,7 @@ def test_process_1_of_a_container_reaps_orphans(script, processes):
     assert (result.returncode, result.stdout) == (0, "orphan reaped\n"), result.stderr
 
 
-@pytest.mark.slow
-@needs_unshare
+@pytest.mark.service("root")
 def test_process_1_of_a_container_forwards_signals_and_the_exit_code(script, cwd):
     script(SAVES)
     container = ["--pid", "--mount", "--fork", "--mount-proc"]

@@ -46,6 +46,7 @@ def test_a_third_party_launcher_runs_the_script_and_returns_its_exit_code(accel,
     assert "background, 1 process" in result.stderr
 
 
+@pytest.mark.slow
 def test_the_wizard_offers_a_third_party_launcher_with_its_question(
     accel, terminal, tmp_path, home, monkeypatch
 ):
@@ -69,6 +70,7 @@ def test_a_value_of_a_third_party_key_out_of_range_is_an_error(accel):
     assert "launcher.level" in result.stderr
 
 
+@pytest.mark.slow
 def test_jobs_of_a_third_party_launcher_are_listed_followed_and_stopped(accel, cwd, profile):
     (cwd / "train.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(60)\n")
     job = accel("launch", "--detach", "train.py").stdout.strip()

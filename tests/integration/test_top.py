@@ -193,6 +193,7 @@ def test_a_failure_report_replaces_the_table(script):
     assert "rank  steps" not in text
 
 
+@pytest.mark.slow
 def test_live_needs_a_terminal_and_a_launcher_with_ranks(script):
     script("raise SystemExit(5)")
     result = run_accel("launch", "--nproc-per-node", "2", "--live", "train.py")

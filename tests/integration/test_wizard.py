@@ -269,6 +269,7 @@ def test_a_narrow_window_shows_the_whole_error(terminal):
     assert screen.end() == 130
 
 
+@pytest.mark.slow
 def test_an_unwritable_home_is_an_error_before_the_first_question(terminal, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ACCEL_HOME", str(tmp_path / "file"))

@@ -59,6 +59,7 @@ def check_results(results, expected, compiled):
         assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "backend"),
     [
@@ -81,6 +82,7 @@ def test_a_model_compiled_with_inductor_trains_as_an_eager_one(clusters, size, e
     check_results(clusters[size].run(lambda: train_compiled(dynamo_backend="INDUCTOR")), expected, [""])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_regional_compilation_compiles_repeated_blocks_and_the_layers_around_them(clusters, size, expected):
     def train_with_regions():

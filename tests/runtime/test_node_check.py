@@ -327,6 +327,7 @@ def check_with_ranks(failing=None):
     return result.facts.names, [finding.text for finding in result.findings if finding.is_bad], result.facts
 
 
+@pytest.mark.slow
 def test_ranks_check_their_node(ranks):
     for names, bad, facts in ranks.run(check_with_ranks):
         assert bad == []

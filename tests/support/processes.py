@@ -17,9 +17,15 @@ from pathlib import Path
 from support.interpreter import ForkRequest
 from support.waits import limit
 
-__all__ = ["ForkedProcess", "Process", "fork", "free_port", "wait_for_exit"]
+__all__ = ["AS_SESSION", "ForkedProcess", "Process", "fork", "free_port", "wait_for_exit"]
 
 EXIT_S = limit(120)
+AS_SESSION = (
+    sys.executable,
+    "-c",
+    "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""Begins a command that leads a session, whose terminal is its standard input."""
 
 
 class Process(subprocess.Popen):

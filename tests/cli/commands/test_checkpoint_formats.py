@@ -119,6 +119,7 @@ def test_from_pretrained_gives_the_outputs_of_the_trained_model(capfd, cwd, shar
 # torch -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_for_torch_and_imported_again(capfd, cwd):
     shutil.copytree(KEPT / "sharded", cwd / "checkpoint")
     result = export(capfd, "--format", "dcp")
@@ -186,6 +187,7 @@ def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
     assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
 
 
+@pytest.mark.slow
 def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatch):
     from accel_cli.commands import checkpoint_formats
 

@@ -159,6 +159,7 @@ def test_a_script_that_replaced_its_launcher_ends_with_its_heartbeat(tmp_path, c
     assert [row[3] for row in rows[1:]] == ["-", "-", "5 s", "5 s"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("columns", "headings"),
     [

@@ -39,11 +39,9 @@ def test_the_diff_is_printed_and_nothing_is_written(capfd, script):
     assert script.read_text() == RAW
 
 
-def test_the_diff_can_be_applied_with_patch(capfd, script, tmp_path):
+def test_the_diff_can_be_applied(capfd, script, tmp_path):
     done = call_accel(capfd, "migrate", "train.py")
-    subprocess.run(
-        ["patch", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path, stdout=subprocess.DEVNULL
-    )
+    subprocess.run(["git", "apply", "-p0"], input=done.stdout, text=True, check=True, cwd=tmp_path)
     changed = script.read_text()
     script.write_text(RAW)
     call_accel(capfd, "migrate", "--write", "train.py")

@@ -135,6 +135,7 @@ def test_a_converted_script_is_not_converted_again(path):
     assert (again.text, again.findings, again.notes) == (once.text, (), ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", named(UNCHANGED | NEEDS_A_GPU, QUICK))
 def test_a_converted_script_prints_the_same_numbers_on_one_process(path, tmp_path):
     expected = run_before(path, tmp_path / "before")

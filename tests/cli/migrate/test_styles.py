@@ -158,6 +158,7 @@ def clusters():
         cluster.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp_path):
     edits = path.with_suffix(".edits")
@@ -177,6 +178,7 @@ def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp
         torch.testing.assert_close(ranks[0][1], one[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
 def test_the_comments_of_the_places_left_change_no_statement(path):
     result = convert(path.stem)

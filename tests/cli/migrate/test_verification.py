@@ -98,6 +98,7 @@ def test_a_conversion_that_is_broken_is_found_at_the_first_step_that_differs(tmp
     assert [row[4] == "0" for row in rows] == [True, False, False, False]
 
 
+@pytest.mark.slow
 def test_a_script_that_needs_arguments_is_named_with_its_error_and_where_to_pass_them(tmp_path):
     script = (
         "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--data', required=True)\n"

@@ -65,6 +65,7 @@ def test_start_up_code_that_must_run_in_each_process_is_found(explain, files, pt
     assert (reason in found) if reason else found == ""
 
 
+@pytest.mark.slow
 def test_a_launch_with_such_code_starts_processes_by_exec_and_explains_it(tmp_path, script, cwd, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(READS)
     script("print('ran', __import__('os').environ['LOCAL_RANK'])")
@@ -87,6 +88,7 @@ def test_a_launch_with_such_code_starts_processes_by_exec_and_explains_it(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_start_up_code_on_a_path_that_the_profile_sets_is_found_by_the_fork_server(tmp_path, script):
     (tmp_path / "sitecustomize.py").write_text(READS)
     script("import torch")

@@ -74,15 +74,19 @@ def test_a_layer_with_the_same_launcher_changes_only_its_keys(store, cwd):
     [
         ("accel.yaml", lambda path: path.chmod(0o666), "every user can write {}"),
         ("", lambda path: path.chmod(0o1777), "every user can write {}"),
-        ("accel.yaml", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
-        ("", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
+        pytest.param(
+            ("accel.yaml", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
+            marks=pytest.mark.service("root"),
+        ),
+        pytest.param(
+            ("", lambda path: os.chown(path, 12345, -1), "{} belongs to another user"),
+            marks=pytest.mark.service("root"),
+        ),
     ],
 )
 def test_a_project_file_that_other_users_could_have_written_is_not_used(store, cwd, capfd, distrusted):
     """The file is in a folder above the working folder of the user."""
     which, change, reason = distrusted
-    if os.getuid() and "chown" in change.__code__.co_names:
-        pytest.skip("only root gives files away")
     write_profile(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
     inside = Store(store.home, cwd / "own")
     inside.cwd.mkdir(mode=0o700)
@@ -99,9 +103,8 @@ def test_a_project_file_that_other_users_could_have_written_is_not_used(store, c
     assert not capfd.readouterr().err
 
 
+@pytest.mark.service("root")
 def test_files_of_the_user_who_called_sudo_are_trusted(store, cwd):
-    if os.getuid():
-        pytest.skip("only root gives files away")
     write_profile(cwd / "accel.yaml", "device: cpu\n")
     for path in (cwd, cwd / "accel.yaml"):
         os.chown(path, 12345, -1)

@@ -74,6 +74,7 @@ def left_behind(handler):
     return infos[0].master_port == infos[1].master_port, stores[1].check(["of the dead attempt"])
 
 
+@pytest.mark.slow
 def test_torch_reuses_the_store_of_the_failed_attempt_at_a_restart():
     """The bug that `NodeRendezvous` works around (torch 2.13, pytorch#167288).
 

@@ -7,7 +7,7 @@ import termios
 
 import pyte
 import pytest
-from support.processes import Process
+from support.processes import AS_SESSION, Process
 
 SETUP = """
 import fcntl, os, sys, termios
@@ -123,7 +123,7 @@ def test_the_terminal_echoes_again_after_the_footer():
     code = SETUP.replace("    refresh()", "    print(termios.tcgetattr(0)[3] & termios.ECHO)")
     process = subprocess.run(
         # A terminal belongs to a session; the footer leaves one alone that is not its own.
-        ["setsid", "--ctty", "--wait", sys.executable, "-c", code + "print(termios.tcgetattr(0)[3] & termios.ECHO)"],
+        [*AS_SESSION, sys.executable, "-c", code + "print(termios.tcgetattr(0)[3] & termios.ECHO)"],
         stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, check=True,
     )  # fmt: skip
     os.close(local_end)
@@ -154,7 +154,7 @@ print(status)
 """
     local_end, remote_end = os.openpty()
     process = subprocess.run(
-        ["setsid", "--ctty", "--wait", sys.executable, "-c", shell, program],
+        [*AS_SESSION, sys.executable, "-c", shell, program],
         stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, check=True,
     )  # fmt: skip
     os.close(local_end)

@@ -11,6 +11,7 @@ import termios
 
 import pytest
 from support import golden
+from support.processes import AS_SESSION
 
 from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.forecast import find_goal
@@ -210,7 +211,7 @@ while True:
 def shell():
     """A shell with a view in the foreground of a terminal of unknown size: the terminal, and the output of the shell."""
     local_end, remote_end = os.openpty()
-    command = ["setsid", "--ctty", "--wait", sys.executable, "-c", SHELL, WATCH]
+    command = [*AS_SESSION, sys.executable, "-c", SHELL, WATCH]
     environ = {**os.environ, "TERM": "xterm"}
     with subprocess.Popen(
         command, stdin=remote_end, stdout=subprocess.PIPE, stderr=remote_end, env=environ

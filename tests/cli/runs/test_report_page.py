@@ -12,7 +12,7 @@ from support.browser import open_browser, resize, set_color_scheme
 from support.commands import call_accel
 from support.runs.run_folders import RunWriter
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.service("Chromium")
 
 HOSTILE = "<script>document.title = 'changed'</script><img src=x onerror=alert(2)>"
 SCROLL = """

@@ -51,6 +51,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("create", CONDITIONS.values(), ids=CONDITIONS)
 def test_commands_end_with_files_of_a_run_that_are(create, run, tmp_path):
     folder = run.get_rank(0, 0)

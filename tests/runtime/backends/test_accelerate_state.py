@@ -29,6 +29,7 @@ def read_state():
     ]
 
 
+@pytest.mark.slow
 def test_the_state_of_accelerate_has_the_ranks_and_device_of_accel(ranks):
     for theirs, ours in ranks.run(read_state):
         assert theirs == ours
@@ -152,6 +153,7 @@ def build_maskformer():
     return transformers.MaskFormerForInstanceSegmentation(config), draw_target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [build_detr, build_maskformer])
 def test_losses_of_boxes_and_masks_are_those_of_one_process(pair, build):
     one = compute_losses(build)

@@ -65,6 +65,7 @@ accelerator.wait_for_everyone()
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_a_rank_starts_is_refused_with_the_variables_to_leave_out(tmp_path, port):
     script = tmp_path / "train.py"
     script.write_text(STARTS_A_CHILD)

@@ -58,6 +58,7 @@ def test_the_wait_lasts_as_long_asother_threads_run():
     assert ended[0] < returned + 0.5
 
 
+@pytest.mark.slow
 @on_linux
 def test_the_wait_ends_at_its_limit():
     with compute_in_thread() as ended:

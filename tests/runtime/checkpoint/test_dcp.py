@@ -204,6 +204,7 @@ EXPORTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout", "dtype"), EXPORTS)
 def test_torch_loads_an_exported_checkpoint_bitwise_equal_on_any_ranks(
     clusters, tmp_path, ranks, layout, dtype
@@ -480,6 +481,7 @@ def of_accelerate(request, pair, tmp_path):
     return folder, saved
 
 
+@pytest.mark.slow
 def test_load_state_reads_the_sharded_states_of_accelerate_on_any_ranks(clusters, of_accelerate):
     folder, saved = of_accelerate
     for readers in (1, 3):

@@ -318,6 +318,7 @@ def test_a_publication_that_is_interrupted_is_complete_or_absent(one, name, erro
         one.check(name, Fault(number + 1, error))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @few(3, phases=UNSHRUNK)
 def test_a_save_with_a_fault_on_one_of_two_ranks_is_complete_or_absent(two, data):

@@ -304,6 +304,7 @@ def fail_to_save(folder, ranks, step):
     return str(raised.value), names, list_names(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "step"), [(3, "files"), (2, "manifest"), (2, "rename")])
 def test_a_failure_on_one_node_removes_the_checkpoint_on_all(four, memory, rank, step):
     results = four.run(fail_to_save, memory, [rank], step)
@@ -315,6 +316,7 @@ def test_a_failure_on_one_node_removes_the_checkpoint_on_all(four, memory, rank,
         assert saved == ({node: ["checkpoint_0", "checkpoint_2"] for node in failed[0]}, [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["sharded", pytest.param("replicated", marks=pytest.mark.full)])
 def test_another_world_size_resumes_from_the_store_unless_one_node_has_all(four, clusters, layout, memory):
     first = four.run(train_and_save, memory, layout, 8, (1, 2, 3, 4))
@@ -503,6 +505,7 @@ def save_with_hook(folder, where):
     return error, notes, list_names(folder)[0]
 
 
+@pytest.mark.slow
 def test_files_of_hooks_are_read_from_the_own_node_or_their_lack_is_an_error(four, memory):
     assert [each[:2] for each in four.run(save_with_hook, memory, "each node")] == [(None, ["kept"])] * 4
     shutil.rmtree(memory)
@@ -523,6 +526,7 @@ def load_part(folder):
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_the_commands_name_the_part_of_a_node_and_export_no_incomplete_tensor(four, clusters, memory, capfd):
     four.run(train_and_save, memory, "sharded", 1, (1,))
     [part] = memory.glob("node-1/*/checkpoint_0")

@@ -142,6 +142,7 @@ def save_with_failure(url, addresses, on_error, in_background):
         return errors, paths, names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -175,6 +176,7 @@ def test_a_fault_that_lasts_is_one_error_with_a_cure_on_all_ranks_and_the_previo
     assert results[0][2] == [f"{s3_url}/mine"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_failed_save_with_on_error_warn_is_a_warning_and_training_goes_on(
     clusters, s3_proxy, s3_url, in_background

@@ -39,12 +39,20 @@ def load(url, addresses, sharded):
     """Load, and return the files that were created meanwhile in the temporary and in the working directory."""
 
     def list_files():
-        folders = (Path(tempfile.gettempdir()), Path.cwd())
-        return {each.name for folder in folders for each in folder.iterdir() if "accel" in each.name}
+        return {
+            each.name
+            for folder in (temporary, Path.cwd())
+            for each in folder.iterdir()
+            if "accel" in each.name
+        }
 
+    # Other processes of this machine write into the one that all share.
+    temporary = Path(tempfile.mkdtemp())
+    tempfile.tempdir = str(temporary)
     with start_run(addresses, 77, sharded=sharded, script=build_wide_script()) as run:
         before = list_files()
         run.accelerator.load_state(url)
+        tempfile.tempdir = None
         return list_files() - before
 
 

@@ -147,6 +147,7 @@ def save_in_two_runs(clusters, url, addresses, *, automatic):
     ]
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_project_get_numbers_of_their_own(clusters, s3_proxy, s3_url):
     addresses = [s3_proxy.address()]
     saved, errors = save_in_two_runs(clusters, s3_url, addresses, automatic=True)

@@ -171,6 +171,7 @@ def test_resume_takes_the_next_checkpoint_if_the_chosen_one_is_removed(memory, m
             break
 
 
+@pytest.mark.slow
 def test_all_ranks_read_the_same_save_if_it_is_replaced_between_their_calls(pair, memory):
     def read(folder):
         run = Run(folder, automatic=False)

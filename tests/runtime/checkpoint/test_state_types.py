@@ -197,6 +197,7 @@ def test_every_kind_of_model_resumes_exactly_on_two_ranks(pair, kind, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager"])
 def test_a_model_compiled_by_prepare_resumes_exactly(some, backend, tmp_path):
     script = Script(options=lambda: {"dynamo_backend": backend}, model=build_batch_norm_model)

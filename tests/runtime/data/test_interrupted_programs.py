@@ -465,6 +465,7 @@ PERSISTENT = {
 """Programs in which persistent workers must be what those of the resumed run are."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", PERSISTENT)
 def test_persistent_workers_keep_their_seed_and_get_the_number_of_the_epoch(kind, method, tmp_path):

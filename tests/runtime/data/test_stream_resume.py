@@ -174,6 +174,7 @@ HF_SLOW = {case for number, case in enumerate(HF_CASES) if (number + 2 * (number
 HF_FAST = {("generator", 1, 0, 3), ("shuffle", 1, 0, 3), ("shuffle", 1, 2, 3), ("shuffle", 2, 0, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "workers", "shards"),
     [

@@ -69,7 +69,7 @@ def test_at_least_one_cpu_is_counted(monkeypatch):
 
 
 @pytest.fixture
-def group(tmp_path):
+def cpu_group(tmp_path):
     """A control group of version 1 with a quota; skips the test where this process cannot make one."""
     folder = Path(f"/sys/fs/cgroup/cpu/accel-test-{os.getpid()}")
     try:
@@ -82,8 +82,8 @@ def group(tmp_path):
     folder.rmdir()
 
 
-def test_the_quota_of_a_real_group_is_read(group):
+def test_the_quota_of_a_real_group_is_read(cpu_group):
     code = "from accel_runtime.environment.cgroup import read_cpu_quota; print(read_cpu_quota())"
-    enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+    enter = f'echo $$ > {cpu_group}/cgroup.procs; exec "$@"'
     command = ["sh", "-c", enter, "sh", sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "1.0\n"

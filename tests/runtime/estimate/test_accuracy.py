@@ -96,6 +96,7 @@ def compare_with_estimate(cluster, sizes):
         assert other[2] <= first[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 1, 1), (1, 1, 2)], ids=str)
 def test_the_memory_of_two_ranks_equals_the_estimate(pair, sizes):
     compare_with_estimate(pair, sizes)

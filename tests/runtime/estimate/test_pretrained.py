@@ -128,6 +128,7 @@ def test_folders_and_json_files_are_configurations(target, expected):
     assert is_configuration(target) is expected
 
 
+@pytest.mark.slow
 def test_a_model_of_the_hub_is_built_from_its_configuration_in_the_cache(tmp_path, cwd):
     pytest.importorskip("transformers")
     model = tmp_path / "hub" / "models--tiny--llama"

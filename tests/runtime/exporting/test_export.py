@@ -333,6 +333,7 @@ def test_an_export_removes_files_of_killed_exports_and_keeps_those_of_running_on
     assert list_files(tmp_path) == sorted([*stays, SINGLE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_files_of_an_export_killed_by_a_signal_are_removed_by_the_next(tmp_path, number):
     script = (

@@ -110,6 +110,7 @@ def load_all(folder, layout, ways, sources):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layouts", "ways"),
     [
@@ -212,6 +213,7 @@ def read_gradients():
     return [None if grad is None else getattr(grad, "_local_tensor", grad) for grad in gradients]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_compiled_model_are_not_averaged_in_no_sync(pair):
     first, second = pair.run(ignore_warnings, read_gradients)
     assert not torch.equal(first[0], second[0])

@@ -60,6 +60,7 @@ def test_a_schedule_that_never_records_is_reported(tmp_path, caplog):
     assert "No trace is written: the schedule" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_failed_process_writes_its_trace_and_does_not_wait_for_others(several, tmp_path):
     def fail(folder):
         handler = ProfileKwargs(output_trace_dir=str(folder))

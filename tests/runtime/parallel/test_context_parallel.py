@@ -330,6 +330,7 @@ def test_ranks_that_disagree_are_rejected_before_a_collective(pair):
     pair.run(disagree)
 
 
+@pytest.mark.slow
 def test_flex_attention_is_rejected(pair):
     """torch compiles it by itself, and reports the error as one of the compiler."""
 

@@ -108,6 +108,7 @@ def check_family(ranks, family, implementation, **options):
         assert {case: value for case, value in differences.items() if not value < 1e-4} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_model_of_transformers_computes_what_one_process_computes(pair, implementation):
     check_family(pair, "llama", implementation)
@@ -277,6 +278,7 @@ def test_calls_that_would_see_only_a_shard_are_rejected(pair):
     pair.run(check_rejected, REJECTED)
 
 
+@pytest.mark.slow
 def test_ranks_that_give_models_different_inputs_are_rejected(pair):
     def disagree():
         import accel_runtime

@@ -66,6 +66,7 @@ def train(folder, device_map=None):
     return losses
 
 
+@pytest.mark.slow
 def test_a_model_with_an_automatic_device_map_trains_as_one_without(pretrained, ranks):
     assert ranks.run(train, pretrained, "auto") == [pytest.approx(train(pretrained))] * ranks.size
 
@@ -112,6 +113,7 @@ def refuse(folder, sharded):
         Accelerator(fsdp_plugin=plugin).prepare_model(load_offloaded(folder), evaluation_mode=True)
 
 
+@pytest.mark.slow
 def test_a_model_on_several_devices_is_refused_on_several_processes(pretrained, pair):
     pair.run(refuse, pretrained, False)
 

@@ -76,6 +76,7 @@ def write_weights(folder):
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("include_buffers", [None, True])
 def test_each_rank_loads_only_its_shards_of_a_meta_model(pair, tmp_path, when, include_buffers):

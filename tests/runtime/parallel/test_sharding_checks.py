@@ -158,6 +158,7 @@ def reject_other_adafactor():
     return ""
 
 
+@pytest.mark.slow
 def test_adafactor_of_transformers_is_rejected_too(pair):
     pytest.importorskip("transformers")
     assert all("Adafactor cannot train a sharded model" in m for m in pair.run(reject_other_adafactor))

@@ -16,8 +16,6 @@ from support.runs.file_system import Fault, FaultyFileSystem, Run
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system requires root")
-
 
 def mount(kind, options, folder, source="none"):
     command = ["mount", "-t", kind, "-o", options, source, str(folder)]
@@ -36,7 +34,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@root_only
+@pytest.mark.service("root")
 def test_a_full_disk_keeps_the_previous_checkpoint(small_disk):
     run = Run(small_disk, width=80)  # about 80 kB per checkpoint
     assert run.save(1) is None
@@ -57,7 +55,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(small_disk):
     assert run.load() == 3
 
 
-@root_only
+@pytest.mark.service("root")
 def test_a_save_names_a_read_only_file_system(small_disk):
     run = Run(small_disk)
     assert run.save(1) is None
@@ -71,7 +69,7 @@ def test_a_save_names_a_read_only_file_system(small_disk):
     assert run.load() == 3
 
 
-@root_only
+@pytest.mark.service("root")
 def test_a_mount_point_is_rejected_as_a_target_with_a_suggestion(small_disk):
     run = Run(small_disk, automatic=False)
     message = run.save(1, small_disk)
@@ -81,7 +79,7 @@ def test_a_mount_point_is_rejected_as_a_target_with_a_suggestion(small_disk):
     assert run.load(small_disk / "checkpoint") == 1
 
 
-@root_only
+@pytest.mark.service("root")
 def test_a_bind_mount_is_rejected_as_a_target_with_a_suggestion(tmp_path):
     target = tmp_path / "there"
     target.mkdir()
@@ -96,7 +94,7 @@ def test_a_bind_mount_is_rejected_as_a_target_with_a_suggestion(tmp_path):
         subprocess.run(["umount", "-l", str(target)], check=True)
 
 
-@root_only
+@pytest.mark.service("root")
 def test_an_exceeded_quota_keeps_the_previous_checkpoint(tmp_path):
     folder = tmp_path / "limited"
     folder.mkdir()
@@ -127,7 +125,7 @@ def run_as_user(user, function):
     return wait_for_exit(fork(run))
 
 
-@root_only
+@pytest.mark.service("root")
 def test_a_directory_without_write_permission_is_named(memory):
     def save():
         run = Run(memory / "theirs")

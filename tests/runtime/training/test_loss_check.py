@@ -42,6 +42,7 @@ def test_another_rank_than_the_first_samples_nothing():
     assert check.describe() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", "raise ValueError"])
 def test_one_line_at_the_end_of_a_script_reports_losses_that_are_nan(tmp_path, ending):
     """A script that fails has its own error."""

@@ -153,6 +153,7 @@ def test_the_module_in_a_compiled_wrapper_stays_compiled_unless_that_is_disabled
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
 
 
+@pytest.mark.slow
 def test_a_prepared_model_that_the_script_compiles_stays_compiled(ranks):
     def unwrap():
         accelerator = Accelerator()

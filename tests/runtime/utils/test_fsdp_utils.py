@@ -48,6 +48,7 @@ def load(sizes, folder):
     )
 
 
+@pytest.mark.slow
 def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_layout(clusters, tmp_path):
     weights, state = clusters[2].run(save, {"dp_shard": 2}, tmp_path)[0]
     for folder in ("of the model", "of the state"):

@@ -9,34 +9,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import pytest
 from support.commands import Accel
 
-__all__ = ["Host", "Hosts", "hosts", "needs_hosts"]
-
-
-def can_create_hosts() -> bool:
-    """Return whether network namespaces can be created here."""
-    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
-        return False
-    name = f"probe{os.getpid()}"
-    is_created = (
-        subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
-    )
-    if is_created:
-        subprocess.run(["ip", "netns", "del", name], check=False)
-    return is_created
-
-
-needs_hosts = pytest.mark.skipif(
-    not can_create_hosts(), reason="network namespaces need root, ip and unshare"
-)
+__all__ = ["Host", "Hosts", "hosts"]
 
 
 class Host:

@@ -14,15 +14,12 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from support.hosts.debian import UnavailableError, install
+from support.services import UnavailableError, prepare_service
 from support.waits import limit
 
-PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "iproute2")
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "ip", "nsenter", "unshare", "setpriv")
 CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue", "sacct")
 NETWORK = "10.79.0"
 CPUS, GPUS = 4, 2
@@ -81,7 +78,7 @@ class SlurmCluster:
         Raises:
             UnavailableError: This machine cannot run a cluster.
         """
-        _install()
+        prepare_service("Slurm")
         _remove_stale_clusters()
         try:
             self._create_network()
@@ -212,13 +209,6 @@ class SlurmCluster:
                 logs = [f"== {log.name}\n{log.read_text()[-1500:]}" for log in self.folder.glob("*.log")]
                 raise UnavailableError("\n".join([f"{problem} within {READY_S} s", *logs]))
             time.sleep(0.1)
-
-
-def _install():
-    if sys.platform != "linux" or os.getuid() != 0:
-        raise UnavailableError("a Slurm cluster of namespaces needs Linux and root")
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
-    install(PACKAGES, PROGRAMS)
 
 
 def _version():

@@ -10,12 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
-from support.hosts.debian import UnavailableError, install
-from support.hosts.network import Hosts, can_create_hosts, hosts
+from support.hosts.network import Hosts, hosts
 from support.waits import wait_until
 
-PROGRAMS = ("ssh", "ssh-keygen", "sshd", "rsync")
-PACKAGES = ("openssh-client", "openssh-server", "rsync")
 SSHD_CONFIG = """\
 HostKey {folder}/host_key
 AuthorizedKeysFile {folder}/key.pub
@@ -42,18 +39,6 @@ mount --bind "$1" /etc/hosts && hostname "$2" || exit
 shift 3
 exec "$@"
 """
-
-
-def check_available() -> None:
-    """Install what is missing.
-
-    Raises:
-        UnavailableError: This machine cannot have such hosts.
-    """
-    if not can_create_hosts():
-        raise UnavailableError("network namespaces need root, ip and unshare")
-    os.environ["PATH"] += ":/usr/sbin"
-    install(PACKAGES, PROGRAMS)
 
 
 class SshHosts:

@@ -189,7 +189,7 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
         self._servers, self._tasks = [], set()
-        self._turn = asyncio.Lock()
+        self._conditional_put = asyncio.Lock()
 
     def __enter__(self):
         return self
@@ -290,11 +290,16 @@ class FaultProxy:
             while not reader.at_eof():
                 head = await _Head.read(reader)
                 request = self._register(client, head)
-                exchange = _Exchange(self.server, request, head, reader, writer)
-                needs_turn = request.is_conditional and not self.server.is_atomic
-                async with self._turn if needs_turn else nullcontext():
-                    if not await exchange.run():
-                        return
+                if not await _Exchange(self, request, head, reader, writer).run():
+                    return
+
+    def lock_conditional_put(self, request):
+        """Return a context in which no other conditional put is at the server, if it must have one after the other.
+
+        Hooks are called outside of it: one that saves would wait for the put that it is called in.
+        """
+        needs_lock = request.is_conditional and not self.server.is_atomic
+        return self._conditional_put if needs_lock else nullcontext()
 
     def _register(self, client, head):
         method, target, _ = head.first.split(" ", 2)
@@ -310,8 +315,9 @@ class FaultProxy:
 class _Exchange:
     """A request on its way to the server, and the answer on its way back."""
 
-    def __init__(self, server, request, head, reader, writer):
-        self._server, self._request, self._head = server, request, head
+    def __init__(self, proxy, request, head, reader, writer):
+        self._proxy, self._server = proxy, proxy.server
+        self._request, self._head = request, head
         self._reader, self._writer = reader, writer
         self._rate = min((each.rate for each in request.faults if isinstance(each, Slow)), default=0)
 
@@ -331,11 +337,21 @@ class _Exchange:
         host, port = self._server.address.removeprefix("http://").split(":")
         source, sink = await asyncio.open_connection(host, int(port), limit=_PIECE_BYTES)
         try:
-            sink.write(self._head.to_bytes({"connection", "expect"}, connection="close"))
-            is_whole = await self._copy_request(sink)
-            return is_whole and await self._copy_answer(source)
+            async with self._proxy.lock_conditional_put(self._request):
+                sink.write(self._head.to_bytes({"connection", "expect"}, connection="close"))
+                if not await self._copy_request(sink):
+                    return False
+                answer = await self._read_answer(source)
+            return await self._copy_answer(answer, source)
         finally:
             sink.transport.abort()
+
+    @staticmethod
+    async def _read_answer(source):
+        head = await _Head.read(source)
+        while head.first.split()[1] == "100":
+            head = await _Head.read(source)
+        return head
 
     async def _copy_request(self, sink):
         """Copy the body of the request; return whether it is whole."""
@@ -351,10 +367,7 @@ class _Exchange:
             return await _copy_chunks(self._reader, sink, count)
         return await self._copy(self._reader, sink, size, count, cut)
 
-    async def _copy_answer(self, source):
-        head = await _Head.read(source)
-        while head.first.split()[1] == "100":
-            head = await _Head.read(source)
+    async def _copy_answer(self, head, source):
         status = int(head.first.split()[1])
         await self._call_hooks("after")
         if self._has_reset("after"):

@@ -1,4 +1,4 @@
-"""S3 servers of tests, on loopback: Ceph's object gateway where Debian's packages can be installed, otherwise moto's server.
+"""S3 servers of tests, on loopback: moto's, and Ceph's object gateway in `make test-services`.
 
 moto compares the condition of a put and then writes, without a lock. In 240 races of six writers one succeeded each time, as
 in Ceph; a thread that is suspended in between could make it two, so that the proxy forwards conditional puts to moto one after
@@ -24,15 +24,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock
-from support.hosts.debian import UnavailableError, install
 from support.processes import free_port
 from support.waits import wait_until
 
@@ -40,27 +37,16 @@ __all__ = [
     "ACCESS_KEY",
     "REGION",
     "SECRET_KEY",
+    "SERVERS",
     "CephServer",
     "MotoServer",
     "S3Server",
     "client_variables",
-    "start_server",
 ]
 
 ACCESS_KEY = "AKIATESTSOFACCELKEY0"
 SECRET_KEY = "secret/of+the/tests/of+accel/0123456789ab"
 REGION = "us-east-1"
-_PACKAGES = ("ceph-mon", "ceph-osd", "ceph-common", "radosgw")
-_PROGRAMS = (
-    "ceph-mon",
-    "ceph-osd",
-    "ceph",
-    "radosgw",
-    "radosgw-admin",
-    "ceph-authtool",
-    "monmaptool",
-    "setpriv",
-)
 _CLUSTER = "6c9ca7b1-31b0-4d2e-8a4b-c5a0c1a3b001"
 _DISK = "6c9ca7b1-31b0-4d2e-8a4b-c5a0c1a3b002"
 _CONFIGURATION = """\
@@ -104,6 +90,13 @@ rgw override bucket index max shards = 1
 rgw gc obj min wait = 2
 rgw gc processor period = 2
 rgw gc processor max time = 2
+"""
+
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of sys/prctl.h
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
@@ -211,7 +204,7 @@ class S3Server:
         with (self.folder / f"{name}-{len(self._processes)}.out").open("wb") as output:
             self._processes.append(
                 subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *command],
+                    [sys.executable, "-c", _END_WITH_PARENT, *command],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -232,22 +225,11 @@ class MotoServer(S3Server):
 
 
 class CephServer(S3Server):
-    """Ceph's gateway for S3 with a monitor and one disk in memory, which start in a second.
-
-    Raises:
-        UnavailableError: The packages are not installed and cannot be installed.
-    """
+    """Ceph's gateway for S3 with a monitor and one disk in memory, which start in a second."""
 
     removes_quotes = True
 
-    @staticmethod
-    def is_installed():
-        """Return whether all programs are installed."""
-        return all(map(shutil.which, _PROGRAMS))
-
     def _start(self):
-        with FileLock(Path(tempfile.gettempdir()) / "accel-tests-ceph.lock"):
-            install(_PACKAGES, _PROGRAMS)
         self._write_configuration()
         keyring, monitors = self.folder / "keyring", self.folder / "monmap"
         self._call(
@@ -308,9 +290,4 @@ class CephServer(S3Server):
         return process.stdout
 
 
-def start_server(folder):
-    """Start the server of the tests that need no particular one."""
-    if CephServer.is_installed() or os.environ.get("CI"):
-        with contextlib.suppress(UnavailableError):
-            return CephServer(folder).start()
-    return MotoServer(folder).start()
+SERVERS = {"moto": MotoServer, "Ceph": CephServer}

@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["find_problem"]
 
 ROOT = Path(__file__).parents[3]
-_LATER = {"slow", "full"}
+_LATER = {"slow", "full", "service"}
 """Marks of the tests that `make test` leaves out."""
 
 
@@ -29,7 +29,7 @@ def find_problem(test: str) -> str | None:
         if not functions:
             return "function not found"
         marks += functions[0].decorator_list
-    return "marked slow or full" if any(map(_is_later, marks)) else None
+    return "marked slow, full or service" if any(map(_is_later, marks)) else None
 
 
 @cache

@@ -16,9 +16,9 @@ THIS = "tests/support/sources/test_node_ids.py"
         (f"{THIS}::test_some_values_are_slow", None),
         (f"{THIS}::test_gone", "function not found"),
         ("tests/test_gone.py::test_gone", "file not found"),
-        (f"{THIS}::test_a_slow_test", "marked slow or full"),
-        (f"{THIS}::test_each_value_is_slow", "marked slow or full"),
-        ("tests/test_site.py", "marked slow or full"),
+        (f"{THIS}::test_a_slow_test", "marked slow, full or service"),
+        (f"{THIS}::test_each_value_is_slow", "marked slow, full or service"),
+        ("tests/test_site.py", "marked slow, full or service"),
     ],
 )
 def test_a_test_that_make_test_does_not_run_has_a_problem(test, problem):

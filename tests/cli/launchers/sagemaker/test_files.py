@@ -283,8 +283,12 @@ def test_names_that_are_not_valid_text_are_kept_and_shown_escaped(tree, git):
 
 @pytest.fixture
 def unprivileged_user(tmp_path):
-    """Run as another user if this one is root, so that file modes apply."""
-    if os.geteuid() != 0:
+    """Run as another user if this one is root with its capabilities, so that file modes apply."""
+    probe = tmp_path / "probe"
+    probe.touch(mode=0)
+    is_limited = not os.access(probe, os.R_OK)
+    probe.unlink()
+    if is_limited:
         yield
         return
     modes = [(path, path.stat().st_mode) for path in (tmp_path, *tmp_path.parents)]

@@ -202,6 +202,7 @@ FAULTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "fault", "kind", "words"), FAULTS)
 def test_a_failed_submission_leaves_nothing_behind(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
     Path("big.bin").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -134,7 +133,7 @@ def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkey
     assert process.returncode == 0, output
 
 
-@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+@pytest.mark.service("rsync")
 def test_a_folder_that_cannot_be_created_for_a_copy_needs_another_path(start, cwd):
     process = start("train.py", "--sync", "--set", "launcher.folder=/proc/folder")
     output = process.communicate(timeout=limit(60))[0]
@@ -145,7 +144,7 @@ def test_a_folder_that_cannot_be_created_for_a_copy_needs_another_path(start, cw
     assert not [*cwd.glob("pid*")]
 
 
-@pytest.mark.skipif(not shutil.which("rsync"), reason="rsync is not installed")
+@pytest.mark.service("rsync")
 def test_sync_keeps_links_to_folders_and_newer_files_of_the_host(start, cwd, tmp_path):
     folder, disk = tmp_path / "folder", tmp_path / "disk"
     disk.mkdir()

@@ -41,10 +41,12 @@ time.sleep(600)
 
 
 @pytest.mark.full
-def test_the_first_process_reaps_forwards_signals_and_joins_hosts_of_equal_names(containers, opt, port):
+def test_the_first_process_reaps_forwards_signals_and_joins_hosts_of_equal_names(
+    containers, names_of_hosts, port
+):
     hosts = containers.hosts("algo-1", "algo-2", source={"train.py": SCRIPT})
     for host in hosts:
-        host.contain(opt, port)
+        host.contain(names_of_hosts, port)
     outputs = [host.until("ready") for host in hosts]
     for text in outputs:
         assert re.search(rf"2 machines joined at algo-1:{port}: algo-1 .*with 1, algo-2 .*with 1", text)

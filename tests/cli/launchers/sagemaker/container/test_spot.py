@@ -73,10 +73,10 @@ def test_an_interrupted_container_saves_and_the_next_one_ends_with_the_same_weig
 
 @pytest.mark.full
 def test_two_hosts_with_separate_folders_resume_from_the_checkpoint_of_the_first(
-    containers, source, opt, port, tmp_path
+    containers, source, names_of_hosts, port, tmp_path
 ):
     def contain(host):
-        return host.contain(opt, port)
+        return host.contain(names_of_hosts, port)
 
     uninterrupted = started(containers, source, "algo-1", "algo-2", start=contain)
     expected = weights(ended(uninterrupted, 0))
