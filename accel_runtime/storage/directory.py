@@ -176,8 +176,8 @@ def create_scratch(
     with ExitStack() as stack:
         for path in list(siblings):
             if not stack.enter_context(_try_lock(path, disk)):
-                if not new and is_only_read(path, disk):
-                    siblings.remove(path)  # a replaced checkpoint; a later save removes it
+                if path == _removal_path(path) or (not new and is_only_read(path, disk)):
+                    siblings.remove(path)  # under removal, or a replaced checkpoint; a later save removes it
                     continue
                 error_type = KeyExistsError if new else CheckpointError
                 raise error_type(
@@ -234,13 +234,13 @@ def _check_alone(scratch: Path, target: Path) -> None:
         raise KeyExistsError(f"{target} was just created by another process. Save again.")
 
 
-def commit_directory(scratch: Path, target: Path, disk: FileSystem) -> None:
-    """Publish `scratch` as the checkpoint `target`; untracked files of a replaced checkpoint are kept."""
+def commit_directory(scratch: Path, target: Path, disk: FileSystem, unlock: Callable[[], None]) -> None:
+    """Publish `scratch` as the checkpoint `target`, and `unlock` it; untracked files of a replaced checkpoint are kept."""
     for path in sorted((path for path in scratch.rglob("*") if path.is_dir()), reverse=True):
         disk.sync_directory(path)
     disk.remove(scratch / UNFINISHED)
     disk.sync_directory(scratch)
-    _publish(scratch, target, disk)
+    _publish(scratch, target, disk, unlock)
 
 
 def discard_scratch(scratch: Path, disk: FileSystem) -> None:
@@ -349,8 +349,8 @@ def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> N
         _LOG.warning("leftovers of %s could not be removed: %s", target, error)
 
 
-def _publish(new: Path, target: Path, disk: FileSystem) -> None:
-    """Publish a complete checkpoint and remove the one it replaces, except for untracked files."""
+def _publish(new: Path, target: Path, disk: FileSystem, unlock: Callable[[], None] = lambda: None) -> None:
+    """Publish a complete checkpoint, unlock it, and remove the one it replaces, except for untracked files."""
     try:
         old, undo = _replace(new, target, disk)
     except OSError as error:
@@ -363,12 +363,15 @@ def _publish(new: Path, target: Path, disk: FileSystem) -> None:
         with suppress(OSError):
             undo()
         raise
+    unlock()
     try:
         if old is not None:
             with _try_lock(old, disk) as locked:
                 if locked:  # else another process is reading it, and a later save removes it
                     _remove_replaced(old, target, disk)
     except OSError as error:
+        if not os.path.lexists(old):  # another save has removed it
+            return
         _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
 
 
@@ -388,7 +391,7 @@ def _replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Ca
             raise
     else:
         return new, lambda: disk.exchange(new, target)
-    # For a moment neither has the name: `find_checkpoint` searches siblings too.
+    # For a moment neither has the name: `FileStore.open` searches siblings too.
     old = target.with_name(new.name.replace(".saving-", ".replaced-"))
     disk.rename(target, old)
     try:

@@ -42,7 +42,8 @@ from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store, jo
 __all__ = ["FileStore", "identify_candidates", "retry_while_changing"]
 
 _T = TypeVar("_T")
-_LOCK_ATTEMPTS, _LOCK_RETRY_S = 50, 0.02
+_LOCK_S, _LOCK_RETRY_S = 30.0, 0.02
+"""Seconds of waiting for a lock: workers of a killed process hold its locks for some seconds more."""
 _CHANGES = 100
 """Number of changes by other processes after which a reader gives up: each is a save or a removal."""
 _MAX_OPEN = 64
@@ -174,10 +175,13 @@ class FileDraft(Draft):
         return self._disk.free_space(self._scratch)
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, sync all directories, and rename the scratch directory to the target, or exchange them."""
+        """Write the manifest, sync all directories, and rename the scratch directory to the target, or exchange them.
+
+        The lock is released before the replaced checkpoint is removed, which may take long: readers wait for it.
+        """
         text = manifest.text().encode()
         self._disk.put(self._scratch / NAME, [memoryview(text)], len(text))
-        commit_directory(self._scratch, Path(self.address.key), self._disk)
+        commit_directory(self._scratch, Path(self.address.key), self._disk, self._unlock)
 
     def discard(self) -> None:
         """Remove the scratch directory, and that of a node that has one of its own."""
@@ -236,8 +240,7 @@ class FileSnapshot(Snapshot):
 
     def is_current(self) -> bool:
         """Return whether the path still leads to the open directory."""
-        status = os.fstat(self._folder)
-        return self._disk.identify(self.checkpoint.path) == (status.st_dev, status.st_ino)
+        return _leads_to(self.checkpoint.path, self._folder, self._disk)
 
     def directory(self) -> Path:
         """Return the directory of the checkpoint."""
@@ -297,19 +300,34 @@ def _open_complete(target: Path) -> FileSnapshot:
             target = complete[-1].path
     folder = open_folder(target, disk)
     try:
-        # A process that publishes or removes a directory has locked it, for a moment.
-        for _ in range(_LOCK_ATTEMPTS):
-            if disk.try_lock_shared(folder):
-                break
-            time.sleep(_LOCK_RETRY_S)
-        snapshot = FileSnapshot(read_open_checkpoint(target, folder), folder)
-        _require_current(snapshot)
+        _lock_for_reading(target, folder, disk)
+        checkpoint = read_open_checkpoint(target, folder)
+        _require_current(target, folder, disk)
+        return FileSnapshot(checkpoint, folder)
     except BaseException:
         disk.unlock(folder)
         raise
-    return snapshot
 
 
-def _require_current(snapshot: FileSnapshot) -> None:
-    if not snapshot.is_current():
-        raise CheckpointError(f"{snapshot.checkpoint.key} was replaced while it was opened. Load it again.")
+def _lock_for_reading(target: Path, folder: int, disk: FileSystem) -> None:
+    """Lock an open checkpoint against removal; a process that publishes or removes it has locked it, for a moment."""
+    deadline = time.monotonic() + _LOCK_S
+    while not disk.try_lock_shared(folder):
+        _require_current(target, folder, disk)
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"{target} cannot be read: another process has locked it for more than {_LOCK_S:g} s, to save or remove it. "
+                "Wait for that process or end it, and load again."
+            )
+        time.sleep(_LOCK_RETRY_S)
+
+
+def _require_current(target: Path, folder: int, disk: FileSystem) -> None:
+    """Raise `CheckpointError` if the path does not lead to the open directory any more."""
+    if not _leads_to(target, folder, disk):
+        raise CheckpointError(f"{target} was replaced while it was opened. Load it again.")
+
+
+def _leads_to(path: Path, folder: int, disk: FileSystem) -> bool:
+    status = os.fstat(folder)
+    return disk.identify(path) == (status.st_dev, status.st_ino)

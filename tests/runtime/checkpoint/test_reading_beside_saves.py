@@ -9,6 +9,8 @@ import pytest
 from support.runs.file_system import Run, act_before_reads
 
 from accel_cli.commands import checkpoints
+from accel_runtime.storage import file_store
+from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
@@ -152,6 +154,73 @@ def test_a_checkpoint_is_not_removed_while_it_is_read(memory):
     with FileStore().open(str(project.path)):
         assert not FileStore().delete(str(project.path))
     assert FileStore().delete(str(project.path))
+
+
+def test_a_read_waits_until_the_checkpoint_is_unlocked(memory):
+    project = FixedName(memory)
+    lock = FileSystem().lock(project.path)
+    with act_before_reads({6: lambda: FileSystem().unlock(lock)}) as calls:  # after the first attempt
+        with FileStore().open(str(project.path)) as snapshot:
+            assert snapshot.checkpoint.manifest.step == 1
+            assert not FileStore().delete(str(project.path))
+    assert calls.count("try_lock_shared") > 1
+
+
+def test_a_checkpoint_that_stays_locked_is_an_error_with_a_cure_and_not_read_without_a_lock(
+    memory, monkeypatch
+):
+    project = FixedName(memory)
+    monkeypatch.setattr(file_store, "_LOCK_S", 0.1)
+    lock = FileSystem().lock(project.path)
+    try:
+        with pytest.raises(CheckpointError, match=r"another process has locked it .* Wait for that process"):
+            FileStore().open(str(project.path))
+    finally:
+        FileSystem().unlock(lock)
+
+
+def test_a_new_checkpoint_is_readable_while_the_replaced_one_is_removed(memory):
+    class SlowRemoval(FileSystem):
+        """A file system in which the checkpoint is read while the replaced one is removed."""
+
+        steps = ()
+
+        def remove_tree(self, folder):
+            if folder.exists():
+                self.steps += (FileStore().find(str(memory / "best")).manifest.step,)
+            super().remove_tree(folder)
+
+    disk = SlowRemoval()
+    writer = Run(memory, automatic=False, disk=disk)
+    for step in (1, 2):
+        assert writer.save(step, memory / "best") is None
+    assert disk.steps == (2,)
+
+
+def test_a_save_beside_the_removal_of_a_replaced_checkpoint_succeeds(memory):
+    project = FixedName(memory)
+    shutil.copytree(project.path, memory / ".best.removing")
+    lock = FileSystem().lock(memory / ".best.removing")
+    try:
+        project.save()
+    finally:
+        FileSystem().unlock(lock)
+    assert FileStore().find(str(project.path)).manifest.step == 2
+
+
+def test_a_replaced_checkpoint_that_another_save_removes_first_is_no_warning(memory, caplog):
+    class Racing(FileSystem):
+        """A file system in which another save removes the replaced checkpoint first."""
+
+        def exchange(self, first, second):
+            super().exchange(first, second)
+            shutil.rmtree(first)
+
+    writer = Run(memory, automatic=False, disk=Racing())
+    for step in (1, 2):
+        assert writer.save(step, memory / "best") is None
+    assert FileStore().find(str(memory / "best")).manifest.step == 2
+    assert not caplog.messages
 
 
 def test_resume_takes_the_next_checkpoint_if_the_chosen_one_is_removed(memory, monkeypatch):

@@ -347,14 +347,21 @@ def test_a_save_whose_process_is_killed_at_any_step_is_complete_or_absent(case, 
 
 
 def test_a_read_at_any_step_of_a_replacement_is_of_one_save(case, store, monkeypatch):
-    monkeypatch.setattr(
-        file_store, "_LOCK_RETRY_S", 0
-    )  # the writer, in this thread, cannot continue meanwhile
-    key, seen = f"{case.parent}/mine", []
+    monkeypatch.setattr(file_store, "_LOCK_S", 0)  # the writer, in this thread, cannot continue meanwhile
+    key, seen, waits = f"{case.parent}/mine", [], []
+
+    def read_beside():
+        try:
+            seen.append(read(store, key))
+        except CheckpointError as error:
+            waits.append(str(error))
+
     write(store, key, "a1", OLD)
-    writer, _ = case.build(before_call=lambda: seen.append(read(store, key)))
+    writer, _ = case.build(before_call=read_beside)
     write(writer, key, "b2", NEW)
     seen.append(read(store, key))
+    assert len(waits) <= 2
+    assert all("another process has locked it" in wait for wait in waits)
     assert [save for save, _ in seen] == sorted(save for save, _ in seen)
     assert dict(seen) == {"a1": OLD, "b2": NEW}
     assert len(seen) > 8
