@@ -5,11 +5,35 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["BUCKET_KINDS", "is_url", "join_location", "normalize_location", "split_url"]
+__all__ = ["BUCKET_KINDS", "StoreURL", "is_url", "join_location", "normalize_location", "split_url"]
 
 BUCKET_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """Schemes of URLs, and the kind of service that each one is of: S3, Google Cloud Storage, Azure Blob Storage."""
 _URL = re.compile(rf"({'|'.join(BUCKET_KINDS)}):/+(.*)", re.DOTALL)
+
+
+class StoreURL(str):
+    """URL of a checkpoint in an object store: a text with `name`, `parent` and `/`, as a `Path` on disk has them.
+
+    It equals the same URL as text.
+    """
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str:
+        """Last name, such as `checkpoint_3`; empty for a bucket."""
+        return split_url(self)[1].rpartition("/")[2]
+
+    @property
+    def parent(self) -> StoreURL:
+        """URL without the last name; a bucket is its own parent."""
+        bucket, path = split_url(self)
+        above = path.rpartition("/")[0]
+        return StoreURL(f"{bucket}/{above}" if above else bucket)
+
+    def __truediv__(self, name: str | os.PathLike[str]) -> StoreURL:
+        return StoreURL(join_location(self, os.fspath(name)))
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:

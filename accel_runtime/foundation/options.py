@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
 
-from accel_runtime.environment.locations import is_url, join_location
+from accel_runtime.environment.locations import StoreURL, is_url, normalize_location
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
@@ -203,12 +203,12 @@ class ProjectConfiguration(Configuration):
             )
 
     @property
-    def checkpoints(self) -> Path | str | None:
+    def checkpoints(self) -> Path | StoreURL | None:
         """Return the directory of checkpoints with automatic names, or its URL."""
         if self.project_dir is None:
             return None
         if is_url(self.project_dir):
-            return join_location(self.project_dir, "checkpoints")
+            return StoreURL(normalize_location(self.project_dir)) / "checkpoints"
         return Path(self.project_dir) / "checkpoints"
 
     @property

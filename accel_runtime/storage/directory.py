@@ -133,7 +133,9 @@ def list_complete_siblings(paths: list[Path]) -> list[Checkpoint]:
             if ".removing" not in path.name and not (path / UNFINISHED).exists():
                 complete.append(read_checkpoint(path))
     # A replaced checkpoint is older than its replacement, whatever the clock shows.
-    return sorted(complete, key=lambda each: (not is_replaced(each.path), each.manifest.saved_at, each.path))
+    return sorted(
+        complete, key=lambda each: (not is_replaced(Path(each.key)), each.manifest.saved_at, each.key)
+    )
 
 
 def is_replaced(path: Path) -> bool:
@@ -234,7 +236,9 @@ def _check_alone(scratch: Path, target: Path) -> None:
         raise KeyExistsError(f"{target} was just created by another process. Save again.")
 
 
-def commit_directory(scratch: Path, target: Path, disk: FileSystem, unlock: Callable[[], None]) -> None:
+def commit_directory(
+    scratch: Path, target: Path, disk: FileSystem, unlock: Callable[[], None] = lambda: None
+) -> None:
     """Publish `scratch` as the checkpoint `target`, and `unlock` it; untracked files of a replaced checkpoint are kept."""
     for path in sorted((path for path in scratch.rglob("*") if path.is_dir()), reverse=True):
         disk.sync_directory(path)
@@ -339,7 +343,7 @@ def _recover_siblings(siblings: list[Path], target: Path, disk: FileSystem) -> N
             replaced = [path for path in siblings if path != _removal_path(path) and is_replaced(path)]
             # The newest complete one, else the replaced one.
             if complete := list_complete_siblings(siblings):
-                _publish(complete[-1].path, target, disk)
+                _publish(Path(complete[-1].key), target, disk)
             elif replaced and not target.exists():
                 _publish(replaced[-1], target, disk)
         for path in siblings:
@@ -370,7 +374,7 @@ def _publish(new: Path, target: Path, disk: FileSystem, unlock: Callable[[], Non
                 if locked:  # else another process is reading it, and a later save removes it
                     _remove_replaced(old, target, disk)
     except OSError as error:
-        if not os.path.lexists(old):  # another save has removed it
+        if old is None or not os.path.lexists(old):  # another save has removed it
             return
         _LOG.warning("the previous checkpoint %s could not be removed from %s: %s", target, old, error)
 

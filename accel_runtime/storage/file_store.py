@@ -212,14 +212,14 @@ class FileSnapshot(Snapshot):
     """
 
     def __init__(self, checkpoint: Checkpoint, folder: int) -> None:
-        self.checkpoint = checkpoint
+        self.checkpoint, self._path = checkpoint, Path(checkpoint.key)
         self._folder, self._disk = folder, FileSystem()
         self._files: OrderedDict[str, _OpenFile] = OrderedDict()
         self._lock = threading.Lock()
 
     def get_range(self, name: str, start: int, buffer: memoryview) -> int:
         """Read from a file, which stays open for further reads: the chunks of a tensor are read in turn."""
-        with add_path_to_error(self.checkpoint.path / name):
+        with add_path_to_error(self._path / name):
             file, filled = self._open(name), 0
             # A network file system may return less than requested.
             while filled < len(buffer) and (
@@ -231,7 +231,7 @@ class FileSnapshot(Snapshot):
     def _open(self, name: str) -> _OpenFile:
         with self._lock:
             if name not in self._files:
-                path = self.checkpoint.path / name
+                path = self._path / name
                 self._files[name] = _OpenFile(self._disk.open_file(path, self._folder, name))
                 if len(self._files) > _MAX_OPEN:
                     self._files.popitem(last=False)  # closed when no other thread reads it
@@ -240,18 +240,18 @@ class FileSnapshot(Snapshot):
 
     def is_current(self) -> bool:
         """Return whether the path still leads to the open directory."""
-        return _leads_to(self.checkpoint.path, self._folder, self._disk)
+        return _leads_to(self._path, self._folder, self._disk)
 
     def directory(self) -> Path:
         """Return the directory of the checkpoint."""
-        return self.checkpoint.path
+        return self._path
 
     def list_untracked(self) -> list[str]:
         """Return the files in the directory that are not part of the checkpoint."""
         tracked, untracked = {NAME, *self.checkpoint.manifest.files}, []
         with suppress(OSError):  # another process removes the checkpoint
             for directory, folders, files, _ in os.fwalk(Path(), dir_fd=self._folder):
-                links = [name for name in folders if (self.checkpoint.path / directory / name).is_symlink()]
+                links = [name for name in folders if (self._path / directory / name).is_symlink()]
                 untracked += [(Path(directory) / name).as_posix() for name in (*files, *links)]
         return sorted(name for name in untracked if name not in tracked)
 
@@ -297,7 +297,7 @@ def _open_complete(target: Path) -> FileSnapshot:
     if disk.identify(target / NAME) is None:
         complete = list_complete_siblings(list_siblings(target))
         if complete:
-            target = complete[-1].path
+            target = Path(complete[-1].key)
     folder = open_folder(target, disk)
     try:
         _lock_for_reading(target, folder, disk)

@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 
 import xxhash
 
-from accel_runtime.environment.locations import is_url
+from accel_runtime.environment.locations import StoreURL, is_url
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.schema import (
     ITEM_BYTES,
@@ -516,11 +516,9 @@ class Checkpoint:
     manifest: Manifest
 
     @property
-    def path(self) -> Path:
-        """Directory of the checkpoint; raise `CheckpointError` for one in an object store, which has a `key` only."""
-        if is_url(self.key):
-            raise CheckpointError(f"{self.key} is in an object store and has no path. Use checkpoint.key.")
-        return Path(self.key)
+    def path(self) -> Path | StoreURL:
+        """Directory of the checkpoint, or its URL in an object store; both have `name`, `parent` and `/`."""
+        return StoreURL(self.key) if is_url(self.key) else Path(self.key)
 
     @property
     def number(self) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.environment.locations import is_url, join_location, normalize_location, split_url
+from accel_runtime.environment.locations import StoreURL, is_url, join_location, normalize_location, split_url
 from accel_runtime.foundation.options import ProjectConfiguration
 
 NAMES = st.text("abc-_.0 #%", min_size=1, max_size=5).filter(lambda name: name not in {".", ".."})
@@ -21,6 +23,22 @@ def test_a_url_that_has_become_a_path_is_the_same_url(scheme, names):
     assert is_url(Path(url))
     assert split_url(url) == (f"{scheme}://{names[0]}", "/".join(names[1:]))
     assert join_location(Path(url), "checkpoints") == f"{url}/checkpoints"
+
+
+def test_the_url_of_a_store_has_the_parts_of_a_path_and_equals_its_text():
+    text = "s3://bucket/run/checkpoints/checkpoint_3"
+    url = StoreURL(text)
+    assert (url.name, url.parent.name, url.parent.parent) == (
+        "checkpoint_3",
+        "checkpoints",
+        "s3://bucket/run",
+    )
+    assert url.parent / "checkpoint_3" == url.parent / Path("checkpoint_3") == url == str(url) == text
+    assert {url: 1}[text] == 1
+    assert os.fspath(url) == f"{url}" == normalize_location(url) == text
+    assert (StoreURL("s3://bucket").parent, StoreURL("s3://bucket").name) == ("s3://bucket", "")
+    copied = pickle.loads(pickle.dumps(url))  # noqa: S301 - of this test
+    assert (type(copied), copied) == (StoreURL, url)
 
 
 @pytest.mark.parametrize("text", ["runs/1", "/s3/bucket", "s3", "ftp://host/x", "C:/x", "s3:x"])
@@ -38,6 +56,7 @@ def test_a_url_without_a_bucket_or_with_dots_is_refused(text):
 def test_the_checkpoints_of_a_project_in_a_store_are_below_its_url_and_trackers_need_a_directory():
     project = ProjectConfiguration(project_dir=Path("s3://bucket/run"))
     assert project.checkpoints == "s3://bucket/run/checkpoints"
+    assert project.checkpoints.name == "checkpoints"
     assert project.logs is None
     assert ProjectConfiguration(project_dir="s3://bucket/run", logging_dir="logs").logs == Path("logs")
     with pytest.raises(ValueError, match="trackers write files"):
