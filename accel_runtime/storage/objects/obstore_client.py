@@ -13,10 +13,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.locations import BUCKET_KINDS, split_url
@@ -151,7 +153,7 @@ class ObstoreClient(ObjectClient):
                 store, path, map(bytes, blocks), use_multipart=size > part, chunk_size=part, max_concurrency=8
             )
         except _get_errors() as error:
-            failure = Failure.from_error(error)
+            failure = Failure.from_error(error, find_proxy(bucket, self._environ))
             raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
@@ -249,7 +251,7 @@ class ObstoreClient(ObjectClient):
                     # A write finds nothing if its condition is an ETag.
                     raise (absent_error(key) if reads else ConditionError(key)) from None
             except (exceptions.BaseError, OSError) as error:
-                failure = Failure.from_error(error)
+                failure = Failure.from_error(error, find_proxy(bucket, self._environ))
             else:
                 self._given_up.pop(bucket, None)
                 return result
@@ -343,6 +345,38 @@ _ENDPOINTS = (
 )  # fmt: skip
 
 
+_HOSTS = {"s3": "s3.amazonaws.com", "gs": "storage.googleapis.com", "az": "blob.core.windows.net"}
+_ENDPOINT_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """The HTTP proxy through which a service is called."""
+
+    variable: str
+    """Variable of the environment that sets it."""
+    address: str
+    """Host and port, without user and password."""
+    service: str
+    """Host of the service."""
+
+
+def find_proxy(bucket: str, environ: Mapping[str, str]) -> Proxy | None:
+    """Return the proxy that the environment sets for the service of a bucket; None without one."""
+    kind = BUCKET_KINDS[bucket.partition(":")[0]]
+    endpoints = (environ.get(name) for name in _ENDPOINTS if name.startswith(_ENDPOINT_PREFIXES[kind]))
+    endpoint = urlsplit(next(filter(None, endpoints), f"https://{_HOSTS[kind]}"))
+    host = endpoint.hostname or ""
+    excluded = (environ.get("no_proxy") or environ.get("NO_PROXY") or "").replace(" ", "").split(",")
+    if any(name == "*" or f".{host}".endswith(f".{name.lstrip('.')}") for name in excluded if name):
+        return None
+    names = (f"{endpoint.scheme}_proxy", f"{endpoint.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
+    for name in filter(environ.get, names):
+        url = environ[name] if "://" in environ[name] else f"//{environ[name]}"
+        return Proxy(name, urlsplit(url).netloc.rpartition("@")[2], host)
+    return None
+
+
 def _find_aws_profile(environ: Mapping[str, str]) -> Any:
     """Return a source of credentials for profiles in AWS's files, which only AWS's SDK reads; None if others are set."""
     if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_PROFILE"):
@@ -392,12 +426,14 @@ def _decode_etag(text: str) -> dict[str, str]:
 class Failure:
     """The reason that a call failed, read from the text of obstore's error, which may contain URLs with signatures."""
 
-    def __init__(self, kind: str, status: int, code: str, message: str) -> None:
+    def __init__(self, kind: str, status: int, code: str, message: str, proxy: Proxy | None = None) -> None:
         self._kind, self._status, self.code, self._message = kind, status, code, message
+        # An answer with a code is one of the service.
+        self._proxy = None if code or status not in _OF_PROXIES else proxy
 
     @classmethod
-    def from_error(cls, error: Exception) -> Failure:
-        """Return the failure of an error."""
+    def from_error(cls, error: Exception, proxy: Proxy | None = None) -> Failure:
+        """Return the failure of an error of a call, which went through a proxy if there is one."""
         text = str(error)
         status = re.search(r"status code: (\d{3})", text)
         code = re.search(r"<Code>([^<]*)</Code>", text) or re.search(r'"reason": ?"(\w+)"', text)
@@ -411,6 +447,7 @@ class Failure:
             int(status[1]) if status else 0,
             code[1] if code else "",
             _first_line(message[1]) if message else "" if status else _remove_urls(tail),
+            proxy,
         )
 
     @property
@@ -441,7 +478,10 @@ class Failure:
         if self.code == "NoCredentials":
             return self._message
         parts = [f"HTTP {self._status}" if self._status else "", self.code, self._message[:300].rstrip(".")]
-        return " ".join(part for part in parts if part) or self._kind
+        text = " ".join(part for part in parts if part) or self._kind
+        if self._proxy is not None:
+            text += f", through the proxy {self._proxy.address} of {self._proxy.variable}"
+        return text
 
     def describe(self, retry_s: float) -> str:
         """Return the reason of the end of retries."""
@@ -460,9 +500,15 @@ class Failure:
             return "Set AWS_REGION to the region of the bucket."
         if self._status == HTTPStatus.NOT_IMPLEMENTED:
             return "Use a service that supports conditional writes (If-None-Match, If-Match)."
-        return "Check the network and the endpoint, and try again."
+        return (
+            "Check the network and the endpoint, and try again."
+            if self._proxy is None
+            else f"Check {self._proxy.variable} and the endpoint, or add {self._proxy.service} to no_proxy, and try again."
+        )
 
 
+_OF_PROXIES = frozenset({0, 407, 502, 503, 504})
+"""Statuses of a request that a proxy may not have passed on; 0 is no answer."""
 _PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS})
 """Errors of a client that may pass, besides those of a server."""
 _CREDENTIALS = {
