@@ -48,6 +48,7 @@ def list_(directory: str, as_json: bool) -> None:
     Only manifests and file sizes are read; accel checkpoint verify reads every byte.
     """
     from accel_cli.commands.checkpoints import list_checkpoints
+    from accel_runtime.storage.scan import explain_leftover
 
     result = list_checkpoints(directory)
     if as_json:
@@ -59,9 +60,7 @@ def list_(directory: str, as_json: bool) -> None:
         columns = ("CHECKPOINT", "STEP", "SAVED", "PROCESSES", "SIZE", "STATE")
         console.table(columns, map(_format_entry, result["checkpoints"]))
     for path in result["leftovers"]:
-        console.note(
-            f"{path} was left by a crash, or belongs to a running save; prune and the next save remove it"
-        )
+        console.note(f"{path} {explain_leftover(path)}")
 
 
 @checkpoint.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
@@ -240,6 +239,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
     Nothing is removed until every byte of one checkpoint to keep has been verified.
     """
     from accel_cli.commands.checkpoints import prune_checkpoints
+    from accel_runtime.storage.scan import explain_leftover
 
     planned = prune_checkpoints(directory, keep)
     for problem in planned["damaged"]:
@@ -250,7 +250,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
     for entry in planned["removed"]:
         console.plain(f"{entry['path']}\tstep {entry['step']}\t{console.format_size(entry['bytes'])}")
     for path in planned["leftovers"]:
-        console.plain(f"{path}\tleft by a crash, or belongs to a running save")
+        console.plain(f"{path}\t{explain_leftover(path)}")
     if not yes and not sys.stdin.isatty():
         raise UsageError("Cannot ask before removing checkpoints: no terminal. Use --yes to remove them.")
     if not yes and not console.confirm(f"Remove these, and keep {_count(planned['kept'])}?"):
@@ -259,9 +259,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
         result = prune_checkpoints(directory, keep, progress)
     console.note(f"removed {_count(result['removed'])}, kept {len(result['kept'])}")
     for path in result["leftovers"]:
-        console.note(
-            f"{path} was kept: it may belong to a running save, of which nothing shows that it has ended"
-        )
+        console.note(f"{path} was kept: it {explain_leftover(path)}")
 
 
 @checkpoint.command(

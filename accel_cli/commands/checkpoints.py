@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -235,8 +236,9 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
         assert entry.checkpoint is not None
         if not _STORE.delete(entry.checkpoint.key):
             raise CheckpointError(f"Cannot remove {entry.checkpoint.key}: another process is reading it.")
-    next_number = 1 + max((entry.number for entry in complete if entry.number is not None), default=-1)
-    _STORE.remove_leftovers(scan.parent, next_number)
+    # A file system may have no locks, so that a save of a greater number may be running. An object store has the times of writes.
+    newest = max((entry.number for entry in complete if entry.number is not None), default=-1)
+    _STORE.remove_leftovers(scan.parent, sys.maxsize if is_url(scan.parent) else newest + 1)
     return result | {"leftovers": scan_location(directory, _STORE).leftovers}
 
 

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import torch
 
-from accel_runtime.environment.locations import normalize_location
+from accel_runtime.environment.locations import StoreURL, normalize_location
 from accel_runtime.environment.settings import LAUNCH
 from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.options import ProjectConfiguration
-from accel_runtime.storage.errors import AbsentError, CheckpointError
+from accel_runtime.storage.errors import AbsentError, CheckpointError, convert_store_errors, describe_error
 from accel_runtime.storage.manifest import Checkpoint, parse_number
 from accel_runtime.storage.store import (
     Store,
@@ -50,16 +50,19 @@ _LOG = logging.getLogger("accel_runtime.checkpoint")
 class Checkpoints:
     """Checkpoints of a project, as `accelerator.checkpoints`.
 
+    Every method raises `CheckpointError` with the cure if the file system or the object store fails.
+
     Args:
         directory: Parent directory of `checkpoint_0`, `checkpoint_1`, ..., or its URL; None if the project has no directory.
         store: The store that has them.
     """
 
-    def __init__(self, directory: Path | str | None, store: Store) -> None:
+    def __init__(self, directory: Path | StoreURL | None, store: Store) -> None:
         self._store = store
         self.directory = directory
         """Parent directory of the checkpoints, or its URL."""
 
+    @convert_store_errors()
     def list(self) -> list[Checkpoint]:
         """Return the complete checkpoints, the oldest first; each has a `path` and a `manifest`.
 
@@ -67,6 +70,7 @@ class Checkpoints:
         """
         return list_numbered(self._store, self._require_parent())[0]
 
+    @convert_store_errors()
     def any(self) -> bool:
         """Return whether a numbered checkpoint exists, complete or damaged; an unfinished first save does not count."""
         if self.directory is None:
@@ -74,6 +78,7 @@ class Checkpoints:
         complete, errors = list_numbered(self._store, self._require_parent())
         return bool(complete) or any(not isinstance(error, AbsentError) for error in errors.values())
 
+    @convert_store_errors()
     def newest(self) -> Checkpoint:
         """Return the newest complete checkpoint, and warn about a newer one that is damaged.
 
@@ -94,6 +99,7 @@ class Checkpoints:
         listed = "".join(f"\n  {error}" for error in errors.values())
         raise CheckpointError(f"No complete checkpoint in {parent}{':' if listed else ''}{listed}")
 
+    @convert_store_errors()
     def verify(self, checkpoint: str | os.PathLike[str] | None = None) -> Checkpoint:
         """Read every byte of a checkpoint and compare checksums.
 
@@ -218,7 +224,7 @@ class RetentionPolicy:
             )
 
     @property
-    def automatic(self) -> Path | str | None:
+    def automatic(self) -> Path | StoreURL | None:
         """Directory of checkpoints with automatic names, or its URL; None if the script names them."""
         # As in Accelerate, automatic names take precedence over a directory argument.
         return self._project.checkpoints if self._project.automatic_checkpoint_naming else None
@@ -251,7 +257,9 @@ class RetentionPolicy:
             for old in complete[:-limit] if limit is not None else ():
                 store.delete(old.key)
         except OSError as error:
-            _LOG.warning("old checkpoints in %s could not be removed: %s", self.automatic, error)
+            _LOG.warning(
+                "old checkpoints in %s could not be removed: %s", self.automatic, describe_error(error)
+            )
 
 
 _FIRST_MESSAGE_S = 1.0

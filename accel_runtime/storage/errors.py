@@ -19,6 +19,7 @@ __all__ = [
     "RequestError",
     "catch_error",
     "check_same_directory",
+    "convert_store_errors",
     "describe_error",
     "errors_on_all_ranks",
     "format_names",
@@ -153,6 +154,15 @@ def describe_error(error: Exception) -> str:
         cure = getattr(error, "cure", "") or _CURES.get(error.errno, "Check the file system, and try again.")
         return f"{reason}. {cure}"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def convert_store_errors() -> Iterator[None]:
+    """Raise `CheckpointError` with the cure for an error of the file system or the object store."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(describe_error(error)) from error
 
 
 def format_names(names: Sequence[str], limit: int = 3) -> str:

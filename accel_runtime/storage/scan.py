@@ -9,16 +9,17 @@ from pathlib import Path
 
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.storage.directory import exists
-from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, describe_error
+from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, convert_store_errors
 from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.foreign.dcp_folder import explain_dcp_folder, is_dcp_folder
 from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, parse_number
+from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, checkpoint_name, parse_number
 from accel_runtime.storage.store import Store, join_key, parallel_map, split_key
 
 __all__ = [
     "CheckpointEntry",
+    "explain_leftover",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
     "find_writer",
@@ -32,6 +33,10 @@ _ACCELERATE = re.compile(
     r"|pytorch_model_fsdp.*"
 )
 """File names that only Accelerate's `save_state` writes; weights alone may have another origin."""
+
+
+_LATER = " an hour after its last write, and a restart of its run at once"
+"""When an unfinished save in an object store is taken for crashed: `LEFTOVER_AGE_S`."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,16 @@ class CheckpointScan:
     """Locations of saves that are running or were interrupted."""
 
 
+def explain_leftover(location: str) -> str:
+    """Return where a leftover comes from, and when `accel checkpoint prune` and saves remove it, as the end of a sentence."""
+    name = checkpoint_name(Path(location))
+    if parse_number(name) is None:
+        removal = f"the next save to {name!r} removes it" + (_LATER if is_url(location) else "")
+    else:
+        removal = f"prune and later saves remove it{_LATER if is_url(location) else ' once a newer checkpoint is complete'}"
+    return f"was left by a crash, or belongs to a running save: {removal}"
+
+
 def scan_location(location: str, store: Store) -> CheckpointScan:
     """Scan a project directory, a directory of checkpoints, or a single checkpoint; or a URL of one of them.
 
@@ -88,11 +103,11 @@ def scan_location(location: str, store: Store) -> CheckpointScan:
     if not is_url(location):
         return _scan_directory(Path(location))
     try:
-        return _scan_objects(normalize_location(location), store)
+        url = normalize_location(location)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    except OSError as error:
-        raise CheckpointError(describe_error(error)) from error
+    with convert_store_errors():
+        return _scan_objects(url, store)
 
 
 def _scan_objects(url: str, store: Store) -> CheckpointScan:
@@ -103,7 +118,7 @@ def _scan_objects(url: str, store: Store) -> CheckpointScan:
     keys = store.list(parent)
     if not keys:
         parent, keys = url, store.list(url)
-    found = parallel_map(lambda key: _read_object_entry(key, store), keys)
+    found = parallel_map(lambda key: _read_object_entry(key, store), keys, waits_for_network=True)
     entries = [entry for entry in found if not isinstance(entry.error, AbsentError)]
     leftovers = [entry.location for entry in found if isinstance(entry.error, AbsentError)]
     return CheckpointScan(parent, sorted(entries, key=lambda entry: entry.age), leftovers)

@@ -100,13 +100,24 @@ def test_a_running_save_is_named_and_kept_by_prune(capfd, bucket):
     key = f"{URL}/checkpoints/checkpoint_2"
     draft = checkpoints._STORE.begin(key, "c3", new=True)
     draft.put("model.safetensors", [memoryview(b"1")], 1)
-    assert (
-        f"{key} was left by a crash, or belongs to a running save"
-        in call_accel(capfd, "checkpoint", "list", URL).stderr
-    )
+    explanation = "was left by a crash, or belongs to a running save: prune and later saves remove it an hour after its last write"
+    assert f"{key} {explanation}" in call_accel(capfd, "checkpoint", "list", URL).stderr
     result = call_accel(capfd, "checkpoint", "prune", URL, "--keep", "2", "--yes")
-    assert f"{key} was kept: it may belong to a running save" in result.stderr
+    assert f"{key} was kept: it {explanation}" in result.stderr
     assert bucket.list(f"{key}/parts/c3/")
+
+
+def test_prune_removes_what_a_crash_left_an_hour_ago_also_under_the_greatest_number(capfd, bucket):
+    key = f"{URL}/checkpoints/checkpoint_2"
+    bucket.seconds = -7200
+    draft = checkpoints._STORE.begin(key, "c3", new=True)
+    draft.put("model.safetensors", [memoryview(b"1")], 1)
+    bucket.seconds = 0
+    assert f"{key} was left by a crash" in call_accel(capfd, "checkpoint", "list", URL).stderr
+    result = call_accel(capfd, "checkpoint", "prune", URL, "--keep", "2", "--yes")
+    assert (result.returncode, "was kept" in result.stderr) == (0, False)
+    assert not [each for each in bucket.list(f"{URL}/") if "checkpoint_2" in each.key]
+    assert "crash" not in call_accel(capfd, "checkpoint", "list", URL).stderr
 
 
 @pytest.mark.parametrize(
