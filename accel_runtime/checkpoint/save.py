@@ -439,7 +439,8 @@ class SaveOperation:
 
     def _put_files(self, files: Sequence[PlannedFile]) -> dict[str, TensorEntry]:
         """Write files; return their tensors."""
-        return {name: entry for tensors in parallel_map(self._put_file, files) for name, entry in tensors}
+        written = parallel_map(self._put_file, files, waits_for_network=self._join().is_remote)
+        return {name: entry for tensors in written for name, entry in tensors}
 
     def _put_file(self, file: PlannedFile) -> list[tuple[str, TensorEntry]]:
         parts = [

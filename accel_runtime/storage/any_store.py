@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from accel_runtime.environment.locations import is_url
-from accel_runtime.storage.errors import AllGatherObjects
+from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
 from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store
 
 __all__ = ["AnyStore", "open_store"]
@@ -69,6 +71,10 @@ class AnyStore(Store):
     def open(self, key: str) -> Snapshot:
         """Open a checkpoint."""
         return self.choose(key).open(key)
+
+    def find_each(self, keys: Sequence[str]) -> builtins.list[Checkpoint | CheckpointError]:
+        """Return the checkpoints of keys below one parent, or why they have none."""
+        return self.choose(keys[0]).find_each(keys) if keys else []
 
     def list(self, parent: str) -> list[str]:
         """Return the keys below a parent."""

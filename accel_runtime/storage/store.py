@@ -8,9 +8,10 @@ did. A reader opens a `Snapshot`, whose bytes are those of one save.
 
 from __future__ import annotations
 
+import builtins
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "Draft",
     "DraftAddress",
     "KeyExistsError",
+    "RepeatableStream",
     "Snapshot",
     "Store",
     "find_previous_checkpoint",
@@ -41,13 +43,23 @@ __all__ = [
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-_MAX_THREADS = 4
+_MAX_THREADS, _MAX_WAITING = 4, 8
 _CHANGES = 100
 """Number of changes by other processes after which a reader gives up: each is a save or a removal."""
 
 
 class KeyExistsError(CheckpointError):
     """Another process has taken a key that was free."""
+
+
+@dataclass(frozen=True)
+class RepeatableStream(Iterable[memoryview]):
+    """Pieces of a part that a store can read again, if sending them has failed."""
+
+    generate: Callable[[], Iterator[memoryview]]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self.generate()
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,8 @@ class Draft(ABC):
     is_shared: bool = True
     """Whether parts that this process puts become parts of the checkpoint: the node of a process may not see the directory of
     another node. If not, the process may call `directory`, `discard` and `close` only."""
+    is_remote: bool = False
+    """Whether parts go over a network: then more of them are sent at the same time."""
 
     @abstractmethod
     def directory(self) -> Path:
@@ -90,7 +104,7 @@ class Draft(ABC):
         Args:
             name: Name of the part, with `/` between directories; put once in a draft.
             data: The bytes, in pieces of any size. A piece is valid until the next one is requested, and the part may be
-                larger than the memory: a store buffers what it must and no more.
+                larger than the memory: a store buffers what it must and no more. A `RepeatableStream` may be read again.
             size: Number of bytes of all pieces, by which a store of objects chooses how it sends them.
 
         Raises:
@@ -295,6 +309,16 @@ class Store(ABC):
         with self.open(key) as snapshot:
             return snapshot.checkpoint
 
+    def find_each(self, keys: Sequence[str]) -> builtins.list[Checkpoint | CheckpointError]:
+        """Return the checkpoint of each key, or why it has none: the errors of `open`."""
+        return [self._try_find(key) for key in keys]
+
+    def _try_find(self, key: str) -> Checkpoint | CheckpointError:
+        try:
+            return self.find(key)
+        except CheckpointError as error:
+            return error
+
     def exists(self, key: str) -> bool:
         """Return whether a key has a checkpoint, complete or not."""
         return key in self.list(split_key(key)[0])
@@ -334,13 +358,10 @@ def list_numbered(store: Store, parent: str) -> tuple[list[Checkpoint], dict[int
     Those that another process removes meanwhile are left out.
     """
     for _ in range(_CHANGES):
-        checkpoints, errors = [], {}
         numbers = _list_numbers(store, parent)
-        for number, key in numbers.items():
-            try:
-                checkpoints.append(store.find(key))
-            except CheckpointError as error:
-                errors[number] = error
+        found = dict(zip(numbers, store.find_each(list(numbers.values())), strict=True))
+        checkpoints = [each for each in found.values() if isinstance(each, Checkpoint)]
+        errors = {number: each for number, each in found.items() if isinstance(each, CheckpointError)}
         if not errors:
             return checkpoints, errors
         remaining = _list_numbers(store, parent)
@@ -383,9 +404,12 @@ def use_checkpoint(store: Store, find: Callable[[], str], use: Callable[[Snapsho
         return use(snapshot)
 
 
-def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
+def parallel_map(
+    function: Callable[[_T], _R], items: Iterable[_T], *, waits_for_network: bool = False
+) -> list[_R]:
     """Call a function for every item in a few threads, and return the results in order.
 
+    Calls that wait for the network do not need a CPU each.
     Reads and writes release the interpreter lock. The first error is raised when the calls under way have ended.
     The pools of `concurrent.futures` refuse work when the main thread ends, and a save in the background may
     still be running then.
@@ -405,7 +429,7 @@ def parallel_map(function: Callable[[_T], _R], items: Iterable[_T]) -> list[_R]:
             except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
                 errors.append(error)
 
-    count = min(_MAX_THREADS, count_cpus(), len(pending))
+    count = min(_MAX_WAITING if waits_for_network else min(_MAX_THREADS, count_cpus()), len(pending))
     threads = [threading.Thread(target=work, name="accel-checkpoint") for _ in range(count - 1)]
     for thread in threads:
         thread.start()

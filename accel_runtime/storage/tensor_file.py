@@ -33,7 +33,7 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.state_tree import KEY, get_children
-from accel_runtime.storage.store import Snapshot
+from accel_runtime.storage.store import RepeatableStream, Snapshot
 from accel_runtime.storage.verification import BLOCK, Progress, read_blocks
 
 if TYPE_CHECKING:
@@ -166,11 +166,12 @@ def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[s
     # By decreasing alignment, like the writer of the safetensors library.
     order = sorted(range(len(parts)), key=lambda index: (-parts[index].itemsize, parts[index].name))
     header = _build_header([parts[index] for index in order], metadata)
-    file_checksum, start = xxhash.xxh3_64(header), len(header)
+    file_checksum, start = xxhash.xxh3_64(), 0
     written: dict[int, PartResult] = {}
 
     def encode() -> Iterator[memoryview]:
-        nonlocal start
+        nonlocal file_checksum, start
+        file_checksum, start = xxhash.xxh3_64(header), len(header)
         yield memoryview(header)
         for index in order:
             checksum, end = xxhash.xxh3_64(), start
@@ -185,7 +186,7 @@ def write_safetensors(put: Put, parts: Sequence[TensorPart], metadata: Mapping[s
             written[index] = PartResult(start, checksum.hexdigest(), blocks.finish())
             start = end
 
-    put(encode(), len(header) + sum(part.bytes for part in parts))
+    put(RepeatableStream(encode), len(header) + sum(part.bytes for part in parts))
     entry = FileEntry(start, file_checksum.hexdigest(), len(header), hash_bytes(header))
     return FileResult(entry, tuple(written[index] for index in range(len(parts))))
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "ClientEndedError",
     "ConditionError",
     "Level",
     "ObjectClient",
@@ -36,6 +37,10 @@ class ObjectError(OSError):
         super().__init__(errno.EIO, reason, key)
         self.cure = cure
         """The cure, as a sentence."""
+
+
+class ClientEndedError(ObjectError):
+    """The process of the client has ended, and the call was not made again."""
 
 
 class ConditionError(Exception):
@@ -101,6 +106,9 @@ class ObjectClient(ABC):
 
     A call that fails for a reason that may pass is repeated; an `ObjectError` is the end of these retries. A write that was
     repeated may have had its effect at the first time, so that its condition does not hold at the second.
+
+    A client in a process of its own makes a call again in a new process if that one was killed, at most twice. It cannot do so
+    for an upload that has begun: its bytes are gone, and a `ClientEndedError` lets the caller send them again.
     """
 
     @abstractmethod
@@ -144,7 +152,8 @@ class ObjectClient(ABC):
 
         Args:
             key: URL of the object.
-            blocks: The bytes; a block is valid until the next one is requested.
+            blocks: The bytes; a block is valid until the next one is requested. A `RepeatableStream` is sent again if the process
+                of the client was killed.
             size: Number of all bytes.
         """
 

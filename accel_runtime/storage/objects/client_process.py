@@ -24,16 +24,17 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import cache
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import print_note
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.objects.client import (
+    ClientEndedError,
     ConditionError,
     Level,
     ObjectClient,
@@ -44,6 +45,7 @@ from accel_runtime.storage.objects.client import (
     absent_error,
 )
 from accel_runtime.storage.objects.obstore_client import ObstoreClient, explain_missing_client
+from accel_runtime.storage.store import RepeatableStream
 
 __all__ = ["ProcessClient", "share_client"]
 
@@ -54,10 +56,17 @@ _BLOCK_BYTES = 1 << 22
 _READ_BYTES = 1 << 23
 """Most bytes of a range that are requested at a time."""
 _PARENT_POLL_S = 1.0
+_STARTS = 3
+"""Processes that a call is made in, if each one is killed: the system takes the memory of a large one first."""
+_END_S = 10.0
+"""Seconds until a process whose connections are closed has ended."""
+_T = TypeVar("_T")
 
 
 class ProcessClient(ObjectClient):
     """Runs calls of `ObstoreClient` in a child process, which is started by the first call and ends with this process.
+
+    A call whose child was killed is made again in a new one, as `ObstoreClient` repeats a request without an answer.
 
     Args:
         retry_s: Seconds for which a call that fails is repeated.
@@ -73,13 +82,15 @@ class ProcessClient(ObjectClient):
 
     def start_put(self, key: str, size: int, *, wait: bool = True) -> Upload | None:
         """Begin an upload on a free connection."""
-        child = self._get_child()
-        connection = child.acquire(wait=wait)
-        if connection is None:
-            return None
-        call = _Call(child, connection, key)
-        call.send("upload", key, size)
-        return _ProcessUpload(call)
+
+        def start(child: _Child) -> Upload | None:
+            call = child.open_call(key, wait=wait)
+            if call is None:
+                return None
+            call.send("upload", key, size)
+            return _ProcessUpload(call)
+
+        return self._run(key, start)
 
     def put(self, key: str, data: bytes, *, if_match: str | None = None, if_absent: bool = False) -> str:
         """Write a small object; `ObjectClient.put` has the errors."""
@@ -98,37 +109,27 @@ class ProcessClient(ObjectClient):
 
     def put_stream(self, key: str, blocks: Iterable[memoryview], size: int) -> None:
         """Send the bytes of an object while they are uploaded."""
-        child = self._get_child()
-        connection = child.acquire(wait=True)
-        assert connection is not None
-        call = _Call(child, connection, key)
-        call.send("put_stream", key, size)
-        upload = _ProcessUpload(call)
-        try:
-            for block in blocks:
-                upload.write(block)
-        except ObjectError:
-            raise
-        except BaseException:
-            call.abort()
-            raise
-        upload.finish()
+
+        def send(child: _Child) -> None:
+            call = child.open_call(key)
+            call.send("put_stream", key, size)
+            upload = _ProcessUpload(call)
+            try:
+                for block in blocks:
+                    upload.write(block)
+            except ObjectError:
+                raise
+            except BaseException:
+                call.abort()
+                raise
+            upload.finish()
+
+        self._run(key, send, is_repeatable=isinstance(blocks, RepeatableStream))
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Read on as many connections as are free, at least on one."""
-        child, pending = self._get_child(), deque[tuple[_Call, RangeRequest]]()
-        try:
-            for request in _split_requests(requests):
-                while (connection := child.acquire(wait=not pending)) is None:
-                    _receive_range(*pending.popleft())
-                call = _Call(child, connection, request.key)
-                call.send("read", request.key, request.start, len(request.buffer))
-                pending.append((call, request))
-            while pending:
-                _receive_range(*pending.popleft())
-        finally:
-            for call, _ in pending:  # after an error
-                call.abort()
+        if requests:
+            self._run(requests[0].key, lambda child: _read_ranges(child, requests))
 
     def list(self, prefix: str) -> list[StoredObject]:
         """List objects."""
@@ -146,20 +147,42 @@ class ProcessClient(ObjectClient):
             self._call("delete", names)
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        child = self._get_child()
-        connection = child.acquire(wait=True)
-        assert connection is not None
         first = arguments[0]
-        call = _Call(child, connection, first if isinstance(first, str) else first[0])
-        call.send(name, *arguments)
-        result = call.receive()
-        call.release()
-        return result
+        key = first if isinstance(first, str) else first[0]
+
+        def call_once(child: _Child) -> Any:
+            call = child.open_call(key)
+            call.send(name, *arguments)
+            result = call.receive()
+            call.release()
+            return result
+
+        return self._run(key, call_once)
+
+    def _run(self, key: str, call: Callable[[_Child], _T], *, is_repeatable: bool = True) -> _T:
+        """Return the result of a call, which is made again in a new process if that of the client was killed.
+
+        The killed process may have sent the request: all writes are of bytes that do not change under their key, or conditional,
+        and their callers look if the first attempt has had its effect.
+        """
+        for number in range(1, _STARTS + 1):
+            child = self._get_child()
+            try:
+                return call(child)
+            except ClientEndedError:
+                if not is_repeatable or not child.wait_for_end():
+                    raise
+                if number == _STARTS:
+                    reason = "the process that runs the calls to the store has ended, also when it was started again"
+                    raise ClientEndedError(
+                        key, reason, "Check the memory of this machine, and try again."
+                    ) from None
+        raise AssertionError
 
     def close(self) -> None:
         """End the child process; without this call, it ends with this process."""
         with self._lock:
-            if self._child is not None and self._child.is_usable:
+            if self._child is not None:
                 self._child.close()
             self._child = None
 
@@ -231,21 +254,38 @@ class _Child:
         """Return whether this process has started the child, and it runs."""
         return self._pid == os.getpid() and self._process.poll() is None
 
-    def acquire(self, *, wait: bool) -> _Connection | None:
-        """Return a connection that no other call uses; None if there is none and `wait` is not set."""
+    def wait_for_end(self) -> bool:
+        """Return whether the child has ended, a moment after a connection to it was closed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        return not self.is_usable
+
+    @overload
+    def open_call(self, key: str) -> _Call: ...
+    @overload
+    def open_call(self, key: str, *, wait: bool) -> _Call | None: ...
+    def open_call(self, key: str, *, wait: bool = True) -> _Call | None:
+        """Return a call on a connection that no other one uses; None if there is none and `wait` is not set."""
         if not self._free.acquire(blocking=wait):
             return None
         try:
             with self._lock:
-                if self._idle:
-                    return self._idle.pop()
-                local, remote = socket.socketpair()
-                with remote:
-                    socket.send_fds(self._control, [b"c"], [remote.fileno()])
-                return _Connection(local)
-        except BaseException:
+                return _Call(self, self._idle.pop() if self._idle else self._connect(), key)
+        except BaseException as error:
             self._free.release()
+            if isinstance(error, ConnectionError) or (isinstance(error, OSError) and not self.is_usable):
+                raise _ended_error(key) from None
             raise
+
+    def _connect(self) -> _Connection:
+        local, remote = socket.socketpair()
+        try:
+            with remote:
+                socket.send_fds(self._control, [b"c"], [remote.fileno()])
+        except BaseException:
+            local.close()
+            raise
+        return _Connection(local)
 
     def release(self, connection: _Connection, *, is_reusable: bool) -> None:
         """Make room for another call."""
@@ -263,9 +303,10 @@ class _Child:
             self._idle.pop().close()
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, unless it is that of the process that has forked this one."""
         self.disconnect()
-        self._process.wait()
+        if self._pid == os.getpid():
+            self._process.wait()
 
 
 class _Call:
@@ -307,6 +348,11 @@ class _Call:
         return _ConnectionErrors(self, self._key)
 
 
+def _ended_error(key: str) -> ClientEndedError:
+    """Return the error of a call whose process has ended."""
+    return ClientEndedError(key, "the process that runs the calls to the store has ended", "Try again.")
+
+
 class _ConnectionErrors:
     """Converts an error of a connection: the child process has ended."""
 
@@ -321,9 +367,7 @@ class _ConnectionErrors:
             return
         self._call.abort()
         if isinstance(error, (EOFError, OSError)):
-            raise ObjectError(
-                self._key, "the process that runs the calls to the store has ended", "Try again."
-            ) from None
+            raise _ended_error(self._key) from None
 
 
 class _ProcessUpload(Upload):
@@ -344,6 +388,21 @@ def _split_requests(requests: Iterable[RangeRequest]) -> Iterator[RangeRequest]:
     for request in requests:
         for at in range(0, len(request.buffer), _READ_BYTES):
             yield RangeRequest(request.key, request.start + at, request.buffer[at : at + _READ_BYTES])
+
+
+def _read_ranges(child: _Child, requests: Sequence[RangeRequest]) -> None:
+    pending = deque[tuple[_Call, RangeRequest]]()
+    try:
+        for request in _split_requests(requests):
+            while (call := child.open_call(request.key, wait=not pending)) is None:
+                _receive_range(*pending.popleft())
+            call.send("read", request.key, request.start, len(request.buffer))
+            pending.append((call, request))
+        while pending:
+            _receive_range(*pending.popleft())
+    finally:
+        for call, _ in pending:  # after an error
+            call.abort()
 
 
 def _receive_range(call: _Call, request: RangeRequest) -> None:

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, FileEntry, Manifest, hash_file
 from accel_runtime.storage.objects.client import (
+    ClientEndedError,
     ConditionError,
     ObjectClient,
     RangeRequest,
@@ -26,12 +28,15 @@ from accel_runtime.storage.objects.client import (
 from accel_runtime.storage.store import (
     Draft,
     DraftAddress,
+    RepeatableStream,
     Snapshot,
+    parallel_map,
 )
 from accel_runtime.storage.tensor_file import read_chunk
 
 __all__ = [
     "DRAFTS",
+    "HOOKS",
     "PARTS",
     "PIECE_BYTES",
     "Committed",
@@ -41,7 +46,7 @@ __all__ = [
     "find_missing_part",
     "find_pieces",
     "find_save",
-    "locate_hook_claims",
+    "list_save",
     "read_manifest",
     "release_key",
     "reserve_key",
@@ -49,8 +54,10 @@ __all__ = [
 
 PIECE_BYTES = 1 << 25
 """Largest object that is written: several are sent at a time, and one that fails is sent again."""
-DRAFTS, PARTS = ".drafts", "parts"
+DRAFTS, PARTS, HOOKS = ".drafts", "parts", ".hooks"
 _RESERVED = b'{"reserved":'
+_ATTEMPTS = 3
+"""Number of times that the bytes of a part are sent, if the process of the client is killed each time."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,15 @@ def find_save(client: ObjectClient, key: str) -> str | None:
 
 def locate_hook_claims(key: str, save: str) -> str:
     """Return the prefix of objects with the checksums of files of hooks, by which two processes find that theirs differ."""
-    return f"{key}/{DRAFTS}/{save}.hooks/"
+    return f"{key}/{DRAFTS}/{save}{HOOKS}/"
+
+
+def list_save(client: ObjectClient, key: str, save: str) -> list[str]:
+    """Return the parts of a save, and what its hooks have claimed."""
+    folders = f"{key}/{PARTS}/{save}/", locate_hook_claims(key, save)
+    return [
+        each.key for found in parallel_map(client.list, folders, waits_for_network=True) for each in found
+    ]
 
 
 @dataclass(frozen=True)
@@ -188,6 +203,8 @@ class ObjectDraft(Draft):
         replaces: ETag of the manifest object that the commit replaces; empty on the other processes.
     """
 
+    is_remote = True
+
     def __init__(
         self,
         client: ObjectClient,
@@ -209,7 +226,17 @@ class ObjectDraft(Draft):
         return self._folder
 
     def put(self, name: str, data: Iterable[memoryview], size: int) -> None:
-        """Write a part as one object, or as several, which are sent at the same time."""
+        """Write a part as one object, or as several, which are sent at the same time; again if the client was killed."""
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._put(name, data, size)
+            except ClientEndedError:
+                if not isinstance(data, RepeatableStream) or attempt == _ATTEMPTS:
+                    raise
+            else:
+                return
+
+    def _put(self, name: str, data: Iterable[memoryview], size: int) -> None:
         pending: deque[Upload] = deque()
         pieces = iter(_split(data, self._name_pieces(name, size)))
         try:
@@ -269,8 +296,7 @@ class ObjectDraft(Draft):
                 raise CheckpointError(
                     f"Cannot save {name}: hooks wrote different files of this name on two processes. Write it on one."
                 ) from None
-        with path.open("rb") as file:
-            self.put(name, _read_file(file), entry.bytes)
+        self.put(name, RepeatableStream(partial(_read_file, path)), entry.bytes)
         return entry
 
     def free_space(self) -> int:
@@ -296,12 +322,10 @@ class ObjectDraft(Draft):
                 ) from None
             else:
                 raise
+        folder = locate_hook_claims(key, self.address.save)
+        claims = [f"{folder}{name}" for name, file in manifest.files.items() if not file.header]
         with suppress(OSError):  # the next save removes them
-            self._client.delete([*self._list_hook_claims(), self._marker])
-
-    def _list_hook_claims(self) -> list[str]:
-        folder = locate_hook_claims(self.address.key, self.address.save)
-        return [each.key for each in self._client.list(folder)]
+            self._client.delete([*claims, self._marker])
 
     def discard(self) -> None:
         """Remove the objects of all processes, on the one that has begun the draft.
@@ -322,8 +346,7 @@ class ObjectDraft(Draft):
                 committed = fence_manifest(self._client, key, committed) or read_manifest(self._client, key)
             if committed is not None and committed.save == self.address.save:
                 return  # the answer to the commit was lost
-            parts = [each.key for each in self._client.list(f"{self.address.location}/")]
-            self._client.delete([*parts, *self._list_hook_claims()])
+            self._client.delete(list_save(self._client, key, self.address.save))
             if committed is not None and committed.is_reserved:
                 self._client.delete([f"{key}/{NAME}"])
             self._client.delete([self._marker])
@@ -355,9 +378,10 @@ def _split(
     assert all(not block for block in blocks)
 
 
-def _read_file(file: object) -> Iterator[memoryview]:
-    while block := file.read(1 << 22):  # type: ignore[attr-defined]
-        yield memoryview(block)
+def _read_file(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            yield memoryview(block)
 
 
 class ObjectSnapshot(Snapshot):

@@ -13,17 +13,19 @@ first save under a key writes an object in its place, which reserves it. docs/de
 
 from __future__ import annotations
 
+import builtins
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
-from accel_runtime.storage.objects.client import ObjectClient, ObjectError
+from accel_runtime.storage.objects.client import ConditionError, Level, ObjectClient, ObjectError
 from accel_runtime.storage.objects.parts import (
     DRAFTS,
+    HOOKS,
     PARTS,
     PIECE_BYTES,
     Committed,
@@ -32,7 +34,7 @@ from accel_runtime.storage.objects.parts import (
     fence_manifest,
     find_missing_part,
     find_pieces,
-    locate_hook_claims,
+    list_save,
     read_manifest,
     release_key,
     reserve_key,
@@ -42,6 +44,7 @@ from accel_runtime.storage.store import (
     KeyExistsError,
     Store,
     join_key,
+    parallel_map,
     split_key,
 )
 
@@ -133,17 +136,17 @@ class ObjectStore(Store):
         assert error is not None
         raise error
 
+    def find_each(self, keys: Sequence[str]) -> builtins.list[Checkpoint | CheckpointError]:
+        """Read several manifests at the same time."""
+        return parallel_map(self._try_find, keys, waits_for_network=True)
+
     def list(self, parent: str) -> list[str]:
         """Return the keys below a parent; those that were only reserved too."""
         level = self.client.list_level(f"{parent}/")
-        names = {
-            name
-            for name in level.folders
-            if name != DRAFTS
-            and (
-                parse_number(name) is not None or NAME in self.client.list_level(f"{parent}/{name}/").objects
-            )
-        }
+        names = {name for name in level.folders if parse_number(name) is not None}
+        others = [name for name in level.folders if name not in {DRAFTS, *names}]
+        levels = self._list_levels(*(f"{parent}/{name}/" for name in others))
+        names |= {name for name, other in zip(others, levels, strict=True) if NAME in other.objects}
         if DRAFTS in level.folders:
             names |= set(self.client.list_level(f"{parent}/{DRAFTS}/").folders)
         return [join_key(parent, name) for name in sorted(names)]
@@ -151,28 +154,35 @@ class ObjectStore(Store):
     def exists(self, key: str) -> bool:
         """Return whether a key has objects, or is reserved."""
         parent, name = split_key(key)
-        level = self.client.list_level(f"{key}/")
-        is_used = NAME in level.objects or PARTS in level.folders or DRAFTS in level.folders
-        return is_used or bool(self.client.list_level(f"{parent}/{DRAFTS}/{name}/").objects)
+        level, drafts = self._list_levels(f"{key}/", f"{parent}/{DRAFTS}/{name}/")
+        return NAME in level.objects or bool({PARTS, DRAFTS} & set(level.folders)) or bool(drafts.objects)
 
     def delete(self, key: str) -> bool:
         """Remove the manifest and then its parts; a crash in between is recovered by `remove_leftovers`."""
         parent, name = split_key(key)
-        folders = f"{key}/{DRAFTS}/", f"{parent}/{DRAFTS}/{name}/"
-        running = {each for folder in folders for each in self.client.list_level(folder).objects}
-        markers = []
+        drafts = f"{parent}/{DRAFTS}/{name}/"
+        stored, new = parallel_map(self._list_names, (f"{key}/", drafts), waits_for_network=True)
+        own, saves = _group_by_save(stored)
+        # Read last: a save that has no draft any more was committed, or given up.
         committed = read_manifest(self.client, key)
-        save = None if committed is None else committed.save
-        if save is not None:
-            markers = [f"{folders[1]}{save}"]
+        current = None if committed is None else committed.save
+        markers, parts = [], [f"{key}/{each}" for each in _list_uploaded_files(committed, stored)]
+        if current is not None:
+            markers = [f"{drafts}{current}"]
             self.client.put(markers[0], self._describe_draft())
         self.client.delete([f"{key}/{NAME}"])
-        for other in self.client.list_level(f"{key}/{PARTS}/").folders:
-            if other not in running - {save}:
-                self._delete_parts(key, other)
-        self.client.delete(_list_uploaded_files(self.client, key, committed))
+        for save, names in saves.items():
+            if save == current or save not in {*own, *new}:
+                parts += [f"{key}/{each}" for each in names]
+        self.client.delete(parts)
         self.client.delete(markers)
         return True
+
+    def _list_names(self, prefix: str) -> builtins.list[str]:
+        return [each.key.removeprefix(prefix) for each in self.client.list(prefix)]
+
+    def _list_levels(self, *prefixes: str) -> builtins.list[Level]:
+        return parallel_map(self.client.list_level, prefixes, waits_for_network=True)
 
     def _describe_draft(self) -> bytes:
         return json.dumps({"run": self._run}).encode()
@@ -181,7 +191,8 @@ class ObjectStore(Store):
         """Write, read, list and remove an object below a parent."""
         probe = f"{parent}/{DRAFTS}/{_PROBE}/{uuid.uuid4().hex}"
         try:
-            self.client.put(probe, b"probe", if_absent=True)
+            with suppress(ConditionError):  # the answer to the first attempt was lost
+                self.client.put(probe, b"probe", if_absent=True)
             self.client.get(probe)
             self.client.list_level(f"{parent}/")
             self.client.delete([probe])
@@ -222,9 +233,8 @@ class ObjectStore(Store):
 
     def _remove_old_saves(self, key: str) -> None:
         """Remove saves under a chosen key that crashed, and those that were replaced before the current one."""
-        level = self.client.list_level(f"{key}/")
-        saves = set(self.client.list_level(f"{key}/{PARTS}/").folders) if PARTS in level.folders else set()
-        drafts = set(self.client.list_level(f"{key}/{DRAFTS}/").objects) if DRAFTS in level.folders else set()
+        parts, own = self._list_levels(f"{key}/{PARTS}/", f"{key}/{DRAFTS}/")
+        saves, drafts = set(parts.folders), set(own.objects)
         if not saves | drafts:
             return
         # Read last: a save that has no draft any more was committed, or given up.
@@ -241,7 +251,8 @@ class ObjectStore(Store):
                     if committed is None:
                         return
             self._delete_parts(key, save)
-            self.client.delete([marker])
+            if save in drafts:
+                self.client.delete([marker])
         if current in drafts:
             self.client.delete([f"{key}/{DRAFTS}/{current}"])
 
@@ -259,15 +270,24 @@ class ObjectStore(Store):
         return self._now() - max(written, default=0.0) > self._leftover_age_s
 
     def _delete_parts(self, key: str, save: str) -> None:
-        folders = f"{key}/{PARTS}/{save}/", locate_hook_claims(key, save)
-        self.client.delete([each.key for folder in folders for each in self.client.list(folder)])
+        self.client.delete(list_save(self.client, key, save))
 
 
-def _list_uploaded_files(client: ObjectClient, key: str, committed: Committed | None) -> list[str]:
+def _group_by_save(stored: Iterable[str]) -> tuple[set[str], dict[str, list[str]]]:
+    """Return the saves under a key that are running, and the names of objects of each save: parts, and claims of hooks."""
+    drafts, saves = set(), dict[str, list[str]]()
+    for each in stored:
+        folder, _, rest = each.partition("/")
+        name, _, inner = rest.partition("/")
+        if folder == PARTS or (folder == DRAFTS and inner):
+            saves.setdefault(name.removesuffix(HOOKS), []).append(each)
+        elif folder == DRAFTS:
+            drafts.add(name)
+    return drafts, saves
+
+
+def _list_uploaded_files(committed: Committed | None, stored: Iterable[str]) -> Iterable[str]:
     """Return the files of a manifest that are beside it, as in a directory that a tool has uploaded."""
     if committed is None or committed.save is None:
-        return []
-    level = client.list_level(f"{key}/")
-    folders = set(level.folders) - {PARTS, DRAFTS}
-    names = committed.parse(key).files
-    return [f"{key}/{name}" for name in names if name in level.objects or name.partition("/")[0] in folders]
+        return ()
+    return committed.parse("").files.keys() & set(stored)

@@ -159,10 +159,13 @@ def test_a_checkpoint_is_not_removed_while_it_is_read(memory):
 def test_a_read_waits_until_the_checkpoint_is_unlocked(memory):
     project = FixedName(memory)
     lock = FileSystem().lock(project.path)
-    with act_before_reads({6: lambda: FileSystem().unlock(lock)}) as calls:  # after the first attempt
-        with FileStore().open(str(project.path)) as snapshot:
-            assert snapshot.checkpoint.manifest.step == 1
-            assert not FileStore().delete(str(project.path))
+    unlock_after_first_attempt = {6: lambda: FileSystem().unlock(lock)}
+    with (
+        act_before_reads(unlock_after_first_attempt) as calls,
+        FileStore().open(str(project.path)) as snapshot,
+    ):
+        assert snapshot.checkpoint.manifest.step == 1
+        assert not FileStore().delete(str(project.path))
     assert calls.count("try_lock_shared") > 1
 
 

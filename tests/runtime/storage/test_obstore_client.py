@@ -14,9 +14,19 @@ from support.processes import fork, wait_for_exit
 from support.s3.server import SECRET_KEY, client_variables
 from support.waits import wait_until
 
-from accel_runtime.storage.objects.client import ConditionError, Level, ObjectError, RangeRequest
+from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
+from accel_runtime.storage.objects import client_process
+from accel_runtime.storage.objects.client import (
+    ClientEndedError,
+    ConditionError,
+    Level,
+    ObjectError,
+    RangeRequest,
+)
 from accel_runtime.storage.objects.client_process import ProcessClient
-from accel_runtime.storage.objects.obstore_client import Failure
+from accel_runtime.storage.objects.obstore_client import Failure, find_proxy
+from accel_runtime.storage.objects.store import ObjectStore
+from accel_runtime.storage.store import RepeatableStream
 
 NAMES = ["a", "b%20c", "d e", "f#g?h", "ü", "i+j=k&l", "m;n,o", "it's", "p~q", "@r:s", "(t)[u]{v}"]
 
@@ -118,6 +128,67 @@ def test_a_forked_process_has_a_client_of_its_own_and_a_killed_one_is_started_ag
     assert client.get(f"{s3_url}/before")[0] == b"1"
 
 
+def kill(client):
+    """Kill the process of the client, and return before it is known to have ended."""
+    os.kill(client._child._process.pid, signal.SIGKILL)
+
+
+def test_a_call_whose_process_was_killed_is_made_again_in_a_new_one(client, s3_url):
+    key = f"{s3_url}/object"
+    etag = client.put(key, b"1")
+
+    def put_if_match():
+        nonlocal etag
+        etag = client.put(key, b"2", if_match=etag)
+
+    for call, result in (
+        (lambda: client.get(key)[0], b"1"),
+        (lambda: read(client, key, 0, 1), b"1"),
+        (lambda: client.list_level(f"{s3_url}/"), Level((), ("object",))),
+        (put_if_match, None),
+        (lambda: client.put_stream(key, RepeatableStream(lambda: iter([memoryview(b"3")])), 1), None),
+        (lambda: client.delete([key]), None),
+    ):
+        kill(client)
+        assert call() == result
+    assert client.find_size(key) is None
+
+
+def test_an_upload_whose_process_is_killed_is_sent_again_and_saves_a_complete_part(client, s3_url):
+    store, sent, kills = ObjectStore(client, piece_bytes=1 << 20), random.Random(5).randbytes(3 << 20), [0, 2]
+
+    def generate():
+        for number in range(3):
+            if number in kills:
+                kills.remove(number)
+                kill(client)
+            yield memoryview(sent)[number << 20 : number + 1 << 20]
+
+    draft = store.begin(f"{s3_url}/mine", "a1")
+    draft.put("part", RepeatableStream(generate), len(sent))
+    assert not kills
+    files = {"part": FileEntry(len(sent), hash_bytes(sent))}
+    draft.commit(Manifest("a1", "2026-11-27T15:00:00Z", 1, 1, {}, {}, files=files))
+    with store.open(f"{s3_url}/mine") as snapshot:
+        data = bytearray(len(sent))
+        snapshot.get_range("part", 0, memoryview(data))
+    assert data == sent
+
+
+def test_a_process_that_is_killed_each_time_is_an_error_with_a_cure(client, s3_url, monkeypatch):
+    client.put(f"{s3_url}/object", b"1")
+    send = client_process._Call.send
+
+    def kill_before(call, *arguments):
+        kill(client)
+        send(call, *arguments)
+
+    monkeypatch.setattr(client_process._Call, "send", kill_before)
+    with pytest.raises(ClientEndedError, match="also when it was started again") as raised:
+        client.get(f"{s3_url}/object")
+    assert raised.value.cure == "Check the memory of this machine, and try again."
+
+
 def test_the_process_of_the_client_ends_with_a_killed_parent(s3_server, s3_url):
     code = (
         "import sys; from accel_runtime.storage.objects.client_process import ProcessClient; client = ProcessClient(5); "
@@ -193,3 +264,51 @@ def test_the_reason_of_a_failure_has_no_url_and_only_faults_that_pass_are_tried_
     text = failure.describe(5) + failure.cure("s3://bucket")
     assert not [secret for secret in ("sig=SECRET", "AKIA1", SECRET_KEY, "://b/", "sig=") if secret in text]
     assert text.endswith(".")
+
+
+def test_a_proxy_that_does_not_answer_is_named_without_its_password():
+    environ = {
+        "AWS_ENDPOINT_URL": "http://store.example:1",
+        "http_proxy": "http://me:SECRET@127.0.0.1:9",
+        "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+    }
+    code = (
+        "import os; from accel_runtime.storage.objects.obstore_client import ObstoreClient\n"
+        "try: ObstoreClient(0.2).list('s3://bucket/run/')\n"
+        "except OSError as error: print(error, error.cure)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environ, capture_output=True, text=True, check=True
+    )
+    assert "through the proxy 127.0.0.1:9 of http_proxy" in result.stdout
+    assert "Check http_proxy and the endpoint, or add store.example to no_proxy" in result.stdout
+    assert "SECRET" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("bucket", "environ", "expected"),
+    [
+        ("s3://b", {}, None),
+        ("s3://b", {"http_proxy": "proxy:1"}, None),
+        ("s3://b", {"HTTPS_PROXY": "proxy:1"}, ("HTTPS_PROXY", "proxy:1")),
+        ("gs://b", {"all_proxy": "socks5://me:pw@proxy:1"}, ("all_proxy", "proxy:1")),
+        ("gs://b", {"all_proxy": "proxy:1", "no_proxy": "localhost, .googleapis.com"}, None),
+        ("az://b", {"https_proxy": "proxy:1", "NO_PROXY": "*"}, None),
+        (
+            "s3://b",
+            {"AWS_ENDPOINT_URL": "http://store:9000", "https_proxy": "other:2", "http_proxy": "proxy:1"},
+            ("http_proxy", "proxy:1"),
+        ),
+    ],
+)
+def test_the_proxy_of_a_service_is_that_of_the_scheme_of_its_endpoint(bucket, environ, expected):
+    proxy = find_proxy(bucket, environ)
+    assert (proxy and (proxy.variable, proxy.address)) == expected
+
+
+def test_an_error_of_the_service_does_not_name_the_proxy():
+    proxy = find_proxy("s3://b", {"https_proxy": "proxy:1"})
+    failure = Failure.from_error(exceptions.PermissionDeniedError(DENIED), proxy)
+    assert "proxy" not in failure.describe(5) + failure.cure("s3://b")

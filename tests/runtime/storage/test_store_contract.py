@@ -20,11 +20,18 @@ from hypothesis import strategies as st
 from support.object_store import PIECE_BYTES, Bucket, Outage
 from support.processes import fork, wait_for_exit
 from support.runs.file_system import Fault, FaultyFileSystem, RecordingFileSystem, Run
+from torch import nn
 
+from accel_runtime import Accelerator, ProjectConfiguration
+from accel_runtime.checkpoint import save as save_module
 from accel_runtime.storage import file_store
+from accel_runtime.storage import store as store_module
+from accel_runtime.storage.any_store import AnyStore
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
+from accel_runtime.storage.objects import parts as objects_parts
+from accel_runtime.storage.objects import store as objects_store
 from accel_runtime.storage.objects.store import ObjectStore
 from accel_runtime.storage.store import KeyExistsError, Store, list_numbered, next_number
 from accel_runtime.storage.verification import verify_files
@@ -518,6 +525,89 @@ def test_a_missing_or_damaged_part_is_an_error_that_names_it(store, case):
     with pytest.raises(CheckpointError, match=f"{key}/data "):
         store.open(key)
     assert store.exists(key)
+
+
+# Runs ------------------------------------------------------------------------------------------
+
+
+def start_project(folder):
+    """Return a prepared Accelerator whose project is in a bucket."""
+    project = ProjectConfiguration("s3://bucket/run", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator._checkpoints._store = AnyStore(FileStore(), lambda: ObjectStore(Bucket(folder)))
+    accelerator.prepare(nn.Linear(2, 2))
+    return accelerator
+
+
+def test_the_location_of_a_checkpoint_has_a_name_and_a_parent_in_every_store(memory):
+    accelerator = start_project(memory)
+    saved = accelerator.save_state()
+    found = [
+        accelerator.resume(saved),
+        accelerator.load_state(),
+        accelerator.checkpoints.newest(),
+        accelerator.checkpoints.verify(),
+        *accelerator.checkpoints.list(),
+    ]
+    assert {each.path for each in found} == {saved} == {"s3://bucket/run/checkpoints/checkpoint_0"}
+    assert {each.path.name for each in found} == {"checkpoint_0"}
+    assert {each.path.parent for each in found} == {accelerator.checkpoints.directory}
+    assert accelerator.checkpoints.directory / "checkpoint_0" == saved
+
+
+def test_a_store_that_fails_is_a_checkpoint_error_with_a_cure(memory):
+    accelerator = start_project(memory)
+    accelerator.save_state()
+    failing = ObjectStore(Bucket(memory, Outage(1, "fails", 1000)))
+    accelerator._checkpoints._store = AnyStore(FileStore(), lambda: failing)
+    checkpoints = accelerator.checkpoints
+    for call in (checkpoints.list, checkpoints.any, checkpoints.newest, checkpoints.verify):
+        with pytest.raises(CheckpointError, match=r"^s3://bucket/run\S*: Input/output error\. Check the "):
+            call()
+
+
+class CountingBucket(Bucket):
+    """A bucket that counts the requests of a save that wait for each other; several keys are removed by one request."""
+
+    depth = 0
+
+    def before_call(self):
+        self.depth += 1
+
+    def delete(self, keys):
+        keys, depth = list(keys), self.depth
+        super().delete(keys)
+        self.depth = depth + bool(keys)
+
+    def call_in_parallel(self, function, items, **_):
+        """Count as `parallel_map` would with a thread for each item."""
+        start, ends, results = self.depth, [self.depth], []
+        for item in items:
+            self.depth = start
+            results.append(function(item))
+            ends.append(self.depth)
+        self.depth = max(ends)
+        return results
+
+
+def test_a_save_waits_for_as_many_round_trips_whatever_the_number_of_checkpoints_that_are_kept(
+    memory, monkeypatch
+):
+    bucket = CountingBucket(memory)
+    for module in (store_module, objects_store, objects_parts, save_module):
+        monkeypatch.setattr(module, "parallel_map", bucket.call_in_parallel)
+    numbered, named = Run(Path("/runs/1"), total_limit=4), Run(Path("/runs/2"), automatic=False)
+    depths = []
+    for step in range(5):
+        bucket.depth = 0
+        numbered.acc._checkpoints._store = named.acc._checkpoints._store = ObjectStore(bucket)
+        assert numbered.save(step) is None
+        depths.append(bucket.depth)
+    assert depths == [12, 12, 12, 12, 18]  # the last one removes a checkpoint
+    for step in range(3):
+        bucket.depth = 0
+        assert named.save(step, "/runs/2/best") is None
+    assert bucket.depth == 10
 
 
 # A run of two processes -----------------------------------------------------------------------
