@@ -7,11 +7,12 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, Literal, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
+from accel_runtime.data.loop_statements import Caller, CallStack, find_caller, is_looping
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
@@ -29,10 +30,102 @@ _MAX_RECENT = 4
 """Number of recent batches per loop, and of finished loops, whose tensors are recognized; scripts may look ahead."""
 
 
-class LoopRecord:
-    """Batches and steps of one loop."""
+class LoopStep(NamedTuple):
+    """A loop and its number of batches at some time."""
 
-    def __init__(self, loop: EpochProgress) -> None:
+    loop: weakref.ref[LoopRecord]
+    """Weak: a record has the states of its source, which hold datasets and the workers of loaders."""
+    num_batches: int
+
+    @property
+    def is_newest(self) -> bool:
+        """Return whether the loop is running and has returned no other batch since, and at least one."""
+        record = self.loop()
+        return record is not None and record.loop is not None and self.has_same_count(record.loop)
+
+    def has_same_count(self, loop: EpochProgress) -> bool:
+        """Return whether the loop has this number of batches, at least one."""
+        return loop.num_batches == self.num_batches > 0
+
+
+class _Advance(NamedTuple):
+    """How a loop over a loader that has ended advanced beside another one."""
+
+    together: bool
+    """If true, it had batches before and after one of the other loop; otherwise it ended within a step, as an evaluation."""
+    num_batches: int
+    """Number of batches of the other loop when it ended."""
+    created_inside: bool
+    """If true, its iterator was created within the other loop."""
+
+
+class EarlierLoops:
+    """How earlier loops over a loader advanced beside others that are running.
+
+    A loader that a script begins again, when it has ended, advances with the same loops as before.
+    """
+
+    def __init__(self) -> None:
+        self._advances: WeakKeyDictionary[LoopRecord, _Advance] = WeakKeyDictionary()
+        self.outlives: bool | None = None
+        """If true, a loop went on after the end of the one that its iterator was created in; None if unknown."""
+
+    def record(self, ended: LoopRecord, others: Iterable[LoopRecord], *, finished: bool) -> None:
+        """Record that a loop over this loader has reached its end or was left, while the others are running."""
+        if ended.num_batches_at_end is not None and ended.loop is not None:
+            self.outlives = finished or ended.loop.num_batches > ended.num_batches_at_end
+        for other in others:
+            if other is not ended and other.loop is not None and (finished or not ended.is_unused_in(other)):
+                self._advances[other] = _Advance(
+                    not ended.may_be_inside(other), other.loop.num_batches, ended.was_created_in(other)
+                )
+
+    def find_together(self, other: LoopRecord) -> _Advance | None:
+        """Return how the newest loop over this loader advanced, if it advanced together with the other one."""
+        advance = self._advances.get(other)
+        return advance if advance is not None and advance.together else None
+
+    def ended_inside(self, step: LoopStep) -> bool:
+        """Return whether it ended within an earlier step of the other loop, as an evaluation does."""
+        other = step.loop()
+        advance = None if other is None else self._advances.get(other)
+        return advance is not None and not advance.together and advance.num_batches < step.num_batches
+
+
+class Nesting(NamedTuple):
+    """Place of a loop among the running ones."""
+
+    depth: int
+    """Number of running loops that it is inside of. Loops that advance together, as those of `zip`, have the same depth."""
+    has_ended: bool = False
+    """If true, the script does not advance it again, although its iterator exists."""
+    unknown: Literal["", "in later steps", "in the next epoch"] = ""
+    """When it is unknown if the script goes on with its iterator."""
+
+
+class LoopRecord:
+    """Batches and steps of one loop.
+
+    Args:
+        loop: The progress of the iteration.
+        created_in: Loops that were running when its iterator was created, innermost last.
+        depth: The depth that it has outside of these: that of the state that it continues from, or one inside of loops of a loaded
+            state that the script has not continued yet.
+        callers: The function calls that requested its first batch.
+        earlier: What earlier loops over the same loader have shown.
+        continued: If true, it continues from a loaded state, and is not inside of the loops that are running now.
+    """
+
+    def __init__(  # noqa: PLR0913 - what its loader knows of it
+        self,
+        loop: EpochProgress,
+        created_in: Sequence[LoopStep] = (),
+        depth: int = 0,
+        callers: Sequence[Caller] = (),
+        earlier: EarlierLoops | None = None,
+        *,
+        continued: bool = False,
+    ) -> None:
         self.loop: EpochProgress | None = loop
         """None after the loop: it would keep the dataset and the loader's workers."""
         self.recent: deque[tuple[list[weakref.ref[torch.Tensor]], StepInfo]] = deque(maxlen=_MAX_RECENT)
@@ -42,6 +135,84 @@ class LoopRecord:
         """Times of the last two batches (newest first), counted over all loops."""
         self.num_skipped = loop.num_batches
         """Number of batches that were not returned in this loop, but before it."""
+        self._depth = depth
+        self._callers = callers
+        self._earlier = earlier or EarlierLoops()
+        self._created_in: list[weakref.ref[LoopRecord]] = []
+        self.outer: list[LoopStep] = []
+        """Loops that it may be inside of: it had no batch after one of theirs."""
+        for step in created_in:
+            if (other := step.loop()) is not None:
+                before = self._earlier.find_together(other)
+                if before is None or before.created_inside:
+                    self._created_in.append(step.loop)
+                if before is None and step.is_newest and not continued:
+                    self.outer.append(step)
+        self.num_batches_at_end: int | None = None
+        """Number of its batches at the end of the loop that it was created in; None if that is running."""
+
+    def leave_advanced(self) -> None:
+        """Record that the loop goes on: it is not inside of loops that have advanced since it began."""
+        self.outer = [step for step in self.outer if step.is_newest]
+
+    def continue_outer(self, depth: int) -> None:
+        """Record that a loop of a loaded state, which had this depth, goes on while this one is running."""
+        self._depth = min(self._depth, depth)
+
+    def was_created_in(self, other: LoopRecord) -> bool:
+        """Return whether its iterator, or the first of those that it replaced, was created within another loop."""
+        return any(reference() is other for reference in self._created_in)
+
+    def may_be_inside(self, other: LoopRecord) -> bool:
+        """Return whether the loop began within a step of another one, and has had no batch in a later step."""
+        return any(step.loop() is other for step in self.outer)
+
+    def is_unused_in(self, other: LoopRecord) -> bool:
+        """Return whether the loop was running when another one began, and has had no batch since."""
+        loop = self.loop
+        return loop is not None and any(
+            step.loop() is self and step.has_same_count(loop) for step in other.outer
+        )
+
+    def find_nesting(self, stack: CallStack) -> Nesting:
+        """Return the place of the loop among the running ones; docs/design/loader-state.md has the rules.
+
+        Args:
+            stack: The running function calls.
+        """
+        depth, has_ended = self._depth, False
+        unknown: Literal["", "in later steps", "in the next epoch"] = ""
+        for step in self.outer:
+            other = step.loop()
+            if other is None or other.loop is None:
+                continue
+            is_inside = self._is_inside(step, other, stack)
+            if is_inside is None:
+                unknown = "in later steps"
+            if step.is_newest and is_inside is not False:
+                depth = max(depth, other.find_nesting(stack).depth + 1)
+            elif is_inside:
+                has_ended = True
+        if depth == self._depth and not self.is_at_last and self._ends_with_epoch():
+            has_ended = self._earlier.outlives is False
+            unknown = unknown or ("in the next epoch" if self._earlier.outlives is None else "")
+        return Nesting(depth, has_ended, unknown)
+
+    def _ends_with_epoch(self) -> bool:
+        """Return whether the loop that its iterator was created in has no batch left, and may end it."""
+        return any((other := reference()) is not None and other.is_at_last for reference in self._created_in)
+
+    def _is_inside(self, step: LoopStep, other: LoopRecord, stack: CallStack) -> bool | None:
+        """Return whether the loop ends before the other one advances; None if that is unknown."""
+        caller, caller_of_other = find_caller(self._callers, stack), find_caller(other._callers, stack)
+        if caller is not None and caller == caller_of_other:
+            return False  # one statement advances both, as with `zip`
+        if caller is not None and is_looping(caller, stack):
+            return step.is_newest
+        if self._earlier.ended_inside(step):
+            return True
+        # A function that has returned, or a generator, keeps the iterator.
+        return False if caller is not None and caller != self._callers[0] else None
 
     @property
     def is_open(self) -> bool:
@@ -60,7 +231,7 @@ class LoopRecord:
 
     def is_inside(self, other: LoopRecord) -> bool:
         """Return whether the loop began after the newest batch of another one, and both are running."""
-        return self.loop is not None and other.loop is not None and self.loop.is_inside(other.loop)
+        return self.loop is not None and any(step.loop() is other and step.is_newest for step in self.outer)
 
     @property
     def step_info(self) -> StepInfo | None:
@@ -123,14 +294,19 @@ class ActiveLoops:
         self.loaders: WeakSet[LoadedIterations] = WeakSet()
         """What the loaders of these loops have loaded."""
 
-    @property
-    def running(self) -> list[EpochProgress]:
-        """Return the running iterations, the innermost last."""
-        return [record.loop for record in self.open_records if record.loop is not None]
+    def capture_steps(self) -> list[LoopStep]:
+        """Return the running loops with their numbers of batches, the innermost last."""
+        return [
+            LoopStep(weakref.ref(record), record.loop.num_batches)
+            for record in self.open_records
+            if record.loop is not None
+        ]
 
     def continue_loop(self, depth: int) -> None:
         """Record that the script continues, or gives up, a loop that had this depth when a state was saved."""
         self._continued_depth = min(self._continued_depth, depth)
+        for record in self.open_records:
+            record.continue_outer(depth)
 
     def forget_continued(self) -> None:
         """Record that a state is loaded, none of whose loops is continued yet."""
@@ -177,12 +353,10 @@ class ActiveLoops:
             return info
         return self.current_step
 
-    def open(self, loop: EpochProgress) -> LoopRecord:
-        """Add a loop, and return its record for `record_batch` and `close`."""
-        record = LoopRecord(loop)
+    def open(self, record: LoopRecord) -> None:
+        """Add a loop; `record_batch` and `close` take its record."""
         self.open_records.append(record)
         self.latest = next(_CLOCK)
-        return record
 
     def record_batch(self, record: LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
@@ -199,6 +373,9 @@ class ActiveLoops:
     def close(self, record: LoopRecord, *, finished: bool) -> None:
         """Remove a loop that has reached its end, or was left by `break` or an exception."""
         self.open_records.remove(record)
+        for other in self.open_records:
+            if other.loop is not None and other.was_created_in(record):
+                other.num_batches_at_end = other.loop.num_batches
         record.loop = None
         self._model_input = None
         if finished and self.has_padding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -16,8 +17,9 @@ from accel_runtime.backends import rng
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.batch_copies import StreamCopies, copy_each, prefetch_batches
 from accel_runtime.backends.rng import IsolatedRNG, ProcessRandomStates, RandomStates
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops, LoopStep
 from accel_runtime.data.loader_progress import LoaderProgress
+from accel_runtime.data.loop_statements import capture_stack
 from accel_runtime.data.presharded import are_consistent, build_world_size_error
 from accel_runtime.data.source import (
     Source,
@@ -37,6 +39,7 @@ from accel_runtime.storage.schema import FieldError, read_value, write_record
 __all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 
 
+_LOG = logging.getLogger("accel_runtime.data")
 _END = object()
 
 
@@ -94,17 +97,19 @@ class PreparedLoader(DataLoader[Any]):
         self._options = options
         self._progress = LoaderProgress(loops)
         self._skip = 0
+        self._has_warned = False
+        """If true, a warning of an unknown place of the next batch was written."""
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
         claimed = self._progress.claim_loaded()
-        iterator = self._iterate_epoch(self._loops.running, claimed)
+        iterator = self._iterate_epoch(self._loops.capture_steps(), claimed)
         if claimed is not None:
             self._progress.register(iterator, claimed)
         return iterator
 
-    def _iterate_epoch(self, outer: Sequence[EpochProgress], claimed: IterationState | None) -> Iterator[Any]:
+    def _iterate_epoch(self, created_in: Sequence[LoopStep], claimed: IterationState | None) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
         continued = self._progress.begin(claimed)
@@ -112,9 +117,9 @@ class PreparedLoader(DataLoader[Any]):
         # The loops that a continued one was inside of are not those that are running now. Another one is inside of those that the
         # script has not continued yet.
         depth = state.depth if continued else self._loops.find_depth()
-        running = EpochProgress(state.epoch, () if continued else outer, state.num_batches, depth)
-        self._progress.add(running)
-        record = self._loops.open(running)
+        running = EpochProgress(state.epoch, state.num_batches)
+        record = self._progress.add(running, created_in, depth, continued=continued is not None)
+        self._loops.open(record)
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
@@ -134,6 +139,8 @@ class PreparedLoader(DataLoader[Any]):
                     beat.batch(counts)
                     beat.add_samples(counts, *self._count_samples(running.step_info, batch))
                 running.count_batch()
+                if record.outer:
+                    record.leave_advanced()
                 yield batch
                 if beat is not None:
                     beat.request_batch()
@@ -142,9 +149,10 @@ class PreparedLoader(DataLoader[Any]):
             if finished:
                 if beat is not None and counts is not None:
                     beat.end_epoch(counts)
-                self._progress.mark_finished(running, record.num_padding)
+                self._progress.mark_finished(record)
             else:
-                self._progress.mark_left(running, self._capture_iteration(running))
+                nesting = record.find_nesting(capture_stack())
+                self._progress.mark_left(record, self._capture_iteration(running, nesting.depth))
             self._loops.close(record, finished=finished)
 
     def _count_samples(self, step: StepInfo | None, batch: Any) -> tuple[int, int]:
@@ -311,12 +319,26 @@ class PreparedLoader(DataLoader[Any]):
 
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
-        return self._progress.capture(self._source.next_epoch, self._capture_iteration)
+        return self._progress.capture(
+            self._source.next_epoch, self._capture_iteration, self._warn_of_unknown_nesting
+        )
 
-    def _capture_iteration(self, running: EpochProgress) -> IterationState:
+    def _warn_of_unknown_nesting(self, time: str) -> None:
+        if self._has_warned or self._backend.topology.rank:
+            return
+        self._has_warned = True
+        _LOG.warning(
+            "The loader over %s may have other batches after a resume from this state: its iterator was created within a loop over "
+            "another loader, and it is unknown if the script goes on with it %s. If it does, create the iterator with "
+            "iter(loader) before that loop; otherwise save when the script has dropped it (del iterator, or after the loop).",
+            type(self.dataset).__name__,
+            time,
+        )
+
+    def _capture_iteration(self, running: EpochProgress, depth: int) -> IterationState:
         ended = running.step_info is not None and running.step_info.is_last
         source = running.state() or self._source.state_type()
-        return IterationState(running.epoch, source, running.num_batches, ended, running.depth)
+        return IterationState(running.epoch, source, running.num_batches, ended, depth)
 
     def load_state_dict(
         self,

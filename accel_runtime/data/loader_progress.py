@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.data.active_loops import ActiveLoops, EarlierLoops, LoopRecord, LoopStep
+from accel_runtime.data.loop_statements import capture_stack, list_callers
 from accel_runtime.data.state import IterationState, LoaderState, SourceState
 from accel_runtime.foundation.steps import EpochProgress
 
@@ -30,7 +31,7 @@ class LoaderProgress:
         self._next_epoch_number = 0
         self._next_epoch: SourceState | None = None
         """Loaded state in which the next epoch begins; None draws from the generators as they are."""
-        self._running: list[EpochProgress] = []
+        self._running: list[LoopRecord] = []
         """Iterations that have not ended and that the script has not left, in the order in which they began."""
         self._claimed: list[tuple[weakref.ref[Iterator[Any]], IterationState]] = []
         """Iterators that continue a loaded iteration and that no batch was requested from yet, with its state."""
@@ -38,6 +39,7 @@ class LoaderProgress:
         """Loaded iterations that no iterator continues yet."""
         self._left: _LeftIteration | None = None
         """The newest iteration that the script has left."""
+        self._earlier = EarlierLoops()
         self.num_padding = 0
         """Number of padding samples in the last complete epoch, over all ranks. Only `mark_finished` assigns it."""
 
@@ -45,7 +47,8 @@ class LoaderProgress:
     def epoch(self) -> int:
         """Return the number of the running epoch or, between two, of the next."""
         self._drop_ended()
-        epochs = [*(each.epoch for each in self._running), *(each.epoch for each in self._loaded)]
+        epochs = [each.loop.epoch for each in self._running if each.loop is not None]
+        epochs += [each.epoch for each in self._loaded]
         return epochs[-1] if epochs else self._next_epoch_number
 
     def set_epoch(self, epoch: int) -> None:
@@ -101,38 +104,54 @@ class LoaderProgress:
         self._loaded = ()
         return number, state
 
-    def add(self, running: EpochProgress) -> None:
-        """Record an iteration that is running."""
-        self._running.append(running)
+    def add(
+        self, loop: EpochProgress, created_in: Sequence[LoopStep], depth: int, *, continued: bool
+    ) -> LoopRecord:
+        """Record an iteration that begins, called by its generator; the arguments are those of `LoopRecord`."""
+        # Of the script, that requests the first batch from the generator of the loader.
+        callers = list_callers(sys._getframe(2))  # noqa: SLF001 - as `inspect.currentframe`, which returns no caller
+        record = LoopRecord(loop, created_in, depth, callers, self._earlier, continued=continued)
+        self._running.append(record)
+        return record
 
-    def mark_finished(self, running: EpochProgress, num_padding: int) -> None:
-        """Record that an iteration has returned all batches, with this number of padding samples over all ranks."""
-        self._left, self.num_padding = None, num_padding
-        self._remove(running)
+    def mark_finished(self, record: LoopRecord) -> None:
+        """Record that an iteration has returned all batches."""
+        self._left, self.num_padding = None, record.num_padding
+        record.leave_advanced()
+        self._remove(record, finished=True)
 
-    def mark_left(self, running: EpochProgress, state: IterationState) -> None:
+    def mark_left(self, record: LoopRecord, state: IterationState) -> None:
         """Record that the script has left an iteration in this state."""
         self._left = _LeftIteration(state)
-        self._remove(running)
+        self._remove(record, finished=False)
 
-    def _remove(self, running: EpochProgress) -> None:
-        if running in self._running:  # else a state was loaded meanwhile
-            self._running.remove(running)
-        running.end()
+    def _remove(self, record: LoopRecord, *, finished: bool) -> None:
+        if record in self._running:  # else a state was loaded meanwhile
+            self._running.remove(record)
+        self._earlier.record(record, self._loops.open_records, finished=finished)
 
     def capture(
         self,
         next_epoch: Callable[[], SourceState],
-        capture_iteration: Callable[[EpochProgress], IterationState],
+        capture_iteration: Callable[[EpochProgress, int], IterationState],
+        report_unknown: Callable[[str], None],
     ) -> LoaderState:
         """Return the state of the loader.
 
         Args:
             next_epoch: Returns the state in which the next epoch begins, unless it was loaded.
-            capture_iteration: Returns the state of a running iteration.
+            capture_iteration: Returns the state of a running iteration of this depth.
+            report_unknown: Called if it is unknown if an iterator goes on, with the time.
         """
         self._drop_ended()
-        running = [capture_iteration(each) for each in self._running]
+        stack = capture_stack()
+        running = []
+        for record in self._running:
+            nesting = record.find_nesting(stack)
+            if nesting.unknown:
+                report_unknown(nesting.unknown)
+            if record.loop is not None and not nesting.has_ended:
+                running.append(capture_iteration(record.loop, nesting.depth))
         running += [state for _, state in self._claimed]
         if self._left is not None and self._left.is_exception_handled():
             running.append(self._left.state)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 __all__ = ["EpochProgress", "StepInfo"]
@@ -35,24 +34,15 @@ class EpochProgress:
 
     Args:
         epoch: The number of the epoch.
-        outer: The iterations that were running when the script began this one.
         num_batches: The number of batches that were skipped, or returned before the state that it continues from.
-        depth: The depth that it has outside of the others: that of the state that it continues from, or one inside of loops of a loaded
-            state that the script has not continued yet.
     """
 
-    def __init__(
-        self, epoch: int = 0, outer: Iterable[EpochProgress] = (), num_batches: int = 0, depth: int = 0
-    ) -> None:
+    def __init__(self, epoch: int = 0, num_batches: int = 0) -> None:
         self.epoch = epoch
         self.step_info: StepInfo | None = None
         """Step of the last batch returned; None before the first. Only `advance` assigns it."""
         self.num_batches = num_batches
         """Number of batches that were returned or skipped. Only `count_batch` changes it."""
-        self._is_running = True
-        self._saved_depth = depth
-        # Weak: their states hold datasets and the workers of loaders.
-        self._outer = [(weakref.ref(other), other.num_batches) for other in outer]
         self._state_at: Callable[[StepInfo | None], Any] = lambda _: None
 
     def read_states_from(self, state_at: Callable[[StepInfo | None], Any]) -> None:
@@ -70,27 +60,6 @@ class EpochProgress:
     def count_batch(self) -> None:
         """Count a batch that is returned to the script next."""
         self.num_batches += 1
-
-    def end(self) -> None:
-        """Record that the iteration has reached its end, or that the script has left it."""
-        self._is_running = False
-
-    @property
-    def depth(self) -> int:
-        """Return the number of running iterations that this one is inside of: it began after their newest batch.
-
-        Loops that advance together, as those of `zip`, have the same depth.
-        """
-        others = [other for ref, count in self._outer if (other := ref()) and other.has_returned(count)]
-        return max((other.depth + 1 for other in others), default=self._saved_depth)
-
-    def is_inside(self, other: EpochProgress) -> bool:
-        """Return whether this iteration began after the newest batch of another one, which is running."""
-        return any(ref() is other and other.has_returned(count) for ref, count in self._outer)
-
-    def has_returned(self, num_batches: int) -> bool:
-        """Return whether the iteration is running and has returned this number of batches, at least one, and no more."""
-        return self._is_running and self.num_batches == num_batches > 0
 
     def state(self) -> Any:
         """Return the state of the source after the last batch returned."""

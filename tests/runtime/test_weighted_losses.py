@@ -22,6 +22,7 @@ from accel_runtime import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
+from accel_runtime.data.active_loops import LoopRecord
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.training.gradients import LossWeight, zero_loss
 
@@ -173,7 +174,8 @@ def iterate_epoch(accelerator, steps, factors=None):
     loop = EpochProgress()
 
     def yield_steps():
-        track = accelerator._run.loops.open(loop)
+        track = LoopRecord(loop)
+        accelerator._run.loops.open(track)
         try:
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]

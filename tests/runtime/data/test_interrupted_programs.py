@@ -522,6 +522,179 @@ def test_random_numbers_of_a_stateful_stream_continue_with_every_method(method, 
     check_every_save(program, method, tmp_path)
 
 
+# Loaders that begin again in the body of a loop ----------------------------------------------
+
+
+def endless(loader):
+    while True:
+        yield from loader
+
+
+class Stream:
+    """Batches of a loader, epoch after epoch."""
+
+    def __init__(self, loader):
+        self.loader, self.iterator = loader, None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        while self.iterator is None or (batch := next(self.iterator, None)) is None:
+            self.iterator = iter(self.loader)
+        return batch
+
+
+def pair_with_zip(first, second, others, epochs):
+    other = endless(second)
+    for _ in epochs:
+        yield from zip(first, other, strict=False)
+
+
+def pair_with_next(first, second, others, epochs):
+    other = endless(second)
+    for _ in epochs:
+        for a in first:
+            yield a, next(other)
+
+
+def pair_with_an_expression(first, second, others, epochs):
+    other = endless(second)
+    for _ in epochs:
+        yield from ((a, next(other)) for a in first)
+
+
+def pair_with_an_object(first, second, others, epochs):
+    other = Stream(second)
+    for _ in epochs:
+        for a in first:
+            yield a, next(other)
+
+
+def pair_with_a_zipped_object(first, second, others, epochs):
+    other = Stream(second)
+    for _ in epochs:
+        yield from zip(first, other, strict=False)
+
+
+def pair_with_a_new_iterator(first, second, others, epochs):
+    iterator = iter(second)
+    for _ in epochs:
+        for a in first:
+            try:
+                b = next(iterator)
+            except StopIteration:
+                iterator = iter(second)
+                b = next(iterator)
+            yield a, b
+
+
+def pair_with_an_iterator_of_each_epoch(first, second, others, epochs):
+    for _ in epochs:
+        iterator = iter(second)
+        for a in first:
+            if (b := next(iterator, None)) is None:
+                iterator = iter(second)
+                b = next(iterator)
+            yield a, b
+
+
+def pair_with_two_streams(first, second, others, epochs):
+    streams = endless(second), endless(others)
+    for _ in epochs:
+        for a in first:
+            yield a, next(streams[0]), next(streams[1])
+
+
+def pair_with_a_stream_of_every_second_step(first, second, others, epochs):
+    other = endless(second)
+    for _ in epochs:
+        for a in first:
+            yield a, next(other) if a.sum() % 2 else a
+
+
+def pair_with_evaluations(first, second, others, epochs):
+    """The stream begins again beside evaluations, which begin at their first batch."""
+    other = endless(second)
+    for _ in epochs:
+        for a in first:
+            yield a, next(other), *others
+
+
+PAIRS = [
+    pair_with_zip,
+    pair_with_next,
+    pair_with_an_expression,
+    pair_with_an_object,
+    pair_with_a_zipped_object,
+    pair_with_a_new_iterator,
+    pair_with_an_iterator_of_each_epoch,
+    pair_with_two_streams,
+    pair_with_a_stream_of_every_second_step,
+    pair_with_evaluations,
+]
+NUM_EPOCHS = 2
+
+
+def start_pairs(pair, seed=0):
+    """Return an accelerator and an iterator over the batches of three loaders, 4, 3 and 2 of them in an epoch."""
+    torch.manual_seed(seed)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    loaders = accelerator.prepare(
+        *(
+            DataLoader(range(start, start + 2 * count), batch_size=2, shuffle=True)
+            for start, count in ((0, 4), (100, 3), (200, 2))
+        )
+    )
+
+    def run():
+        return pair(*loaders, range(loaders[0].epoch, NUM_EPOCHS))
+
+    return accelerator, run
+
+
+def gather_pairs(accelerator, batches):
+    return [[accelerator.gather(each).tolist() for each in batch] for batch in batches]
+
+
+def save_at_each_pair(pair, folder):
+    accelerator, run = start_pairs(pair)
+    seen = []
+    for number, batch in enumerate(run()):
+        seen += gather_pairs(accelerator, [batch])
+        accelerator.save_state(f"{folder}/{number}")
+    return seen
+
+
+def resume_pairs(pair, folder, number):
+    accelerator, run = start_pairs(pair, seed=1)
+    accelerator.resume(f"{folder}/{number}")
+    return gather_pairs(accelerator, run())
+
+
+def check_pairs(pair, folder, run):
+    """Interrupt a program that yields pairs after each of them; `run` calls a function on some ranks."""
+    expected = run(save_at_each_pair, pair, folder)
+    for number in range(len(expected)):
+        resumed = run(resume_pairs, pair, folder, number)
+        assert resumed == expected[number + 1 :], f"saved after pair {number}"
+
+
+@pytest.mark.parametrize("pair_loaders", PAIRS)
+def test_a_loader_that_begins_again_in_the_body_continues_after_every_save(pair_loaders, tmp_path):
+    check_pairs(pair_loaders, str(tmp_path), lambda call, *args: call(*args))
+
+
+@pytest.mark.parametrize("pair_loaders", [pair_with_zip, pair_with_next, pair_with_a_new_iterator])
+def test_a_loader_that_begins_again_on_two_ranks_continues_after_every_save(pair, pair_loaders, tmp_path):
+    def run(call, *args):
+        first, second = pair.run(call, *args)
+        assert first == second
+        return first
+
+    check_pairs(pair_loaders, str(tmp_path), run)
+
+
 # Generated programs -------------------------------------------------------------------------
 
 
@@ -590,7 +763,7 @@ def build_block(draw, features, free, manual, depth):  # noqa: C901
                 loader = draw(st.sampled_from(free))
                 others = [other for other in free if other != loader]
                 body = draw(build_block(features, others, [*manual, loader], depth))
-                statements.append(Manual(loader, body))
+                statements.append(Manual(loader, body, features.endless and draw(st.booleans())))
             case "loop":
                 statements.append(draw(build_loop(features, free, manual, depth)))
     return tuple(statements)

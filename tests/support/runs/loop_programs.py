@@ -218,10 +218,17 @@ class Loop:
 
 @dataclass(frozen=True)
 class Manual:
-    """`iterator = iter(loader)`, then statements that may contain `Advance`, then `del iterator`."""
+    """`iterator = iter(loader)`, then statements that may contain `Advance`, then `del iterator`.
+
+    Args:
+        loader: The number of the loader.
+        body: The statements.
+        endless: `iterator = endless(loader)`, which begins with the first `next` and again at its end.
+    """
 
     loader: int
     body: tuple[Any, ...] = ()
+    endless: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,9 +264,10 @@ def _format(body: tuple[Any, ...], depth: int) -> list[str]:
         match statement:
             case Epochs(count, inner):
                 lines += [f"for _ in range({count}):", *_format(inner, 1)]
-            case Manual(loader, inner):
+            case Manual(loader, inner, endless):
                 name = _name(loader)
-                lines += [f"it_{name} = iter({name})", *_format(inner, 0), f"del it_{name}"]
+                start = f"it_{name} = {'endless' if endless else 'iter'}({name})"
+                lines += [start, *_format(inner, 0), f"del it_{name}"]
             case Advance(loader, times):
                 lines += [f"next(it_{_name(loader)})" + f"  # {times} times" * (times > 1)]
             case Save():
@@ -303,8 +311,6 @@ class ReaderPosition:
     done: int
     skip: int
     num_batches: int
-    spans_steps: bool
-    """Whether this epoch of the loader began before the last step of its loop."""
     has_ended: bool = False
     """Whether the script has seen the end of the epoch."""
 
@@ -353,6 +359,14 @@ class Position:
         if order == "inner first" and True in is_manual and False in is_manual[is_manual.index(True) :]:
             return False  # the script would advance the outer iterator before it enters the inner loop
         loops = loops[:depth]
+        kept = [at for at, frame in enumerate(self.frames) if getattr(frame.statement, "endless", False)]
+        if kept and any(
+            frame.readers and frame.readers[0].is_at_end
+            for frame in self.frames[kept[0] + isinstance(self.frames[kept[0]].statement, Manual) :]
+        ):
+            return False  # the script may drop the endless generator at the end of the loop, or go on with it
+        if any(isinstance(frame.statement, Manual) for frame in self.frames[len(_cut(self.frames, depth)) :]):
+            return False  # a script that keeps an iterator may go on with it in the next step
         if depth is not None and method != "resume" and any(reader.is_at_end for reader in loops[-1].readers):
             return False  # the script enters neither this loop nor the loops within it again
         for frame in loops:
@@ -362,9 +376,6 @@ class Position:
             ends = [reader.is_at_end for reader in frame.readers]
             if method != "resume" and any(ends) and not all(ends) and not (loop.endless and not ends[0]):
                 return False  # the script does not enter this loop again
-            if loop.endless and (ends[0] or not frame.readers[1].spans_steps):
-                # The endless generator creates its iterator after the other loader has been advanced, or never.
-                return False
         return True
 
 
@@ -378,13 +389,9 @@ class _Reader:
         self._has_ended = False
         self._iterator: Any = None
         self.done = 0
-        self.step, self.first_step = 0, 1
-        """The number of the current step, and that of the step which the current epoch began at."""
         view = self._loader_without(skip)
         if start is not None:
             self.done = start.done
-            self.first_step = 0 if start.spans_steps else 1
-            self.step = 1
             self._has_ended = start.has_ended
             if start.has_ended:
                 view = None
@@ -407,9 +414,7 @@ class _Reader:
 
     @property
     def position(self) -> ReaderPosition:
-        return ReaderPosition(
-            self.done, self._skip, self._num_batches, self.first_step < self.step, self._has_ended
-        )
+        return ReaderPosition(self.done, self._skip, self._num_batches, self._has_ended)
 
     def drop(self):
         """Drop the iterator."""
@@ -424,7 +429,6 @@ class _Reader:
         for _ in range(self._to_drop):
             next(self._iterator)
         self._to_drop = 0
-        self.step += 1
         try:
             batch = next(self._iterator)
         except StopIteration:
@@ -432,7 +436,7 @@ class _Reader:
             if not self._endless:
                 self._iterator, self._has_ended = iter(()), True
                 raise
-            self.done, self.first_step = 0, self.step
+            self.done = 0
             self._iterator = iter(self._run.loaders[self._loader])
             batch = next(self._iterator)
         self.done += 1
@@ -553,7 +557,7 @@ class _Run:
 
     def _run_manual(self, statement, path):
         start = path[0].readers[0] if path else None
-        reader = _Reader(self, statement.loader, 0, endless=False, start=start)
+        reader = _Reader(self, statement.loader, 0, endless=statement.endless, start=start)
         self._frames.append(_Manual(statement, reader))
         del reader
         self.run_block(statement.body, path[1:])
