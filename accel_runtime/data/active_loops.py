@@ -51,10 +51,8 @@ class LoopStep(NamedTuple):
 class _Advance(NamedTuple):
     """How a loop over a loader that has ended advanced beside another one."""
 
-    together: bool
-    """If true, it had batches before and after one of the other loop; otherwise it ended within a step, as an evaluation."""
-    num_batches: int
-    """Number of batches of the other loop when it ended."""
+    step: int | None
+    """The step of the other loop that it was inside of, as an evaluation is; None if it had batches in several steps."""
     created_inside: bool
     """If true, its iterator was created within the other loop."""
 
@@ -76,20 +74,18 @@ class EarlierLoops:
             self.outlives = finished or ended.loop.num_batches > ended.num_batches_at_end
         for other in others:
             if other is not ended and other.loop is not None and (finished or not ended.is_unused_in(other)):
-                self._advances[other] = _Advance(
-                    not ended.may_be_inside(other), other.loop.num_batches, ended.was_created_in(other)
-                )
+                self._advances[other] = _Advance(ended.find_step_of(other), ended.was_created_in(other))
 
     def find_together(self, other: LoopRecord) -> _Advance | None:
         """Return how the newest loop over this loader advanced, if it advanced together with the other one."""
         advance = self._advances.get(other)
-        return advance if advance is not None and advance.together else None
+        return advance if advance is not None and advance.step is None else None
 
     def ended_inside(self, step: LoopStep) -> bool:
         """Return whether it ended within an earlier step of the other loop, as an evaluation does."""
         other = step.loop()
         advance = None if other is None else self._advances.get(other)
-        return advance is not None and not advance.together and advance.num_batches < step.num_batches
+        return advance is not None and advance.step is not None and advance.step < step.num_batches
 
 
 class Nesting(NamedTuple):
@@ -163,9 +159,9 @@ class LoopRecord:
         """Return whether its iterator, or the first of those that it replaced, was created within another loop."""
         return any(reference() is other for reference in self._created_in)
 
-    def may_be_inside(self, other: LoopRecord) -> bool:
-        """Return whether the loop began within a step of another one, and has had no batch in a later step."""
-        return any(step.loop() is other for step in self.outer)
+    def find_step_of(self, other: LoopRecord) -> int | None:
+        """Return the step of another loop in which this one began, if it has had no batch in a later step."""
+        return next((step.num_batches for step in self.outer if step.loop() is other), None)
 
     def is_unused_in(self, other: LoopRecord) -> bool:
         """Return whether the loop was running when another one began, and has had no batch since."""

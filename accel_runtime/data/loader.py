@@ -28,7 +28,14 @@ from accel_runtime.data.source import (
     sampler_attribute,
     sampler_of_loader,
 )
-from accel_runtime.data.state import IterationState, LoaderState, NextBatch, PreshardedState, SourceState
+from accel_runtime.data.state import (
+    IterationState,
+    LoadedData,
+    LoaderState,
+    NextBatch,
+    PreshardedState,
+    SourceState,
+)
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.foundation import nested
@@ -145,6 +152,7 @@ class PreparedLoader(DataLoader[Any]):
                 if beat is not None:
                     beat.request_batch()
             finished = True
+            self._warn_if_empty(continued, running)
         finally:
             if finished:
                 if beat is not None and counts is not None:
@@ -154,6 +162,18 @@ class PreparedLoader(DataLoader[Any]):
                 nesting = record.find_nesting(capture_stack())
                 self._progress.mark_left(record, self._capture_iteration(running, nesting.depth))
             self._loops.close(record, finished=finished)
+
+    def _warn_if_empty(self, continued: IterationState | None, running: EpochProgress) -> None:
+        """Warn if an epoch has no batches after a loaded state within it."""
+        if continued is None or continued.ended or self._skip or self._backend.topology.rank:
+            return
+        if running.num_batches == continued.num_batches:
+            _LOG.warning(
+                "Epoch %s of the loader over %s has no batches after the loaded state, although the run that saved was within it. "
+                "Check if the dataset, its length and the batch size are those of that run.",
+                running.epoch,
+                type(self.dataset).__name__,
+            )
 
     def _count_samples(self, step: StepInfo | None, batch: Any) -> tuple[int, int]:
         """Return the samples and tokens in the batches of all ranks, without padding samples."""
@@ -319,8 +339,24 @@ class PreparedLoader(DataLoader[Any]):
 
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
-        return self._progress.capture(
+        state = self._progress.capture(
             self._source.next_epoch, self._capture_iteration, self._warn_of_unknown_nesting
+        )
+        return replace(state, data=self._describe_data())
+
+    def _describe_data(self) -> LoadedData:
+        dataset = type(self.dataset).__qualname__
+        if isinstance(self.dataset, IterableDataset):
+            return LoadedData(dataset)
+        batches = sampler_of_loader(self)
+        sampler = batches.sampler if type(batches) is BatchSampler else batches
+        is_of_torch = type(sampler).__module__ == Sampler.__module__
+        return LoadedData(
+            dataset,
+            len_or_none(self.dataset),
+            type(sampler).__qualname__,
+            len_or_none(sampler) if is_of_torch else None,
+            self._options.seeded,
         )
 
     def _warn_of_unknown_nesting(self, time: str) -> None:
@@ -378,7 +414,22 @@ class PreparedLoader(DataLoader[Any]):
         """Continue from a state; see `load_state_dict`."""
         for source in (*(each.source for each in state.running), state.next_epoch):
             self._check_state(source)
-        self._progress.restore(state.move_to(position).adapt_random(restored=random_restored))
+        state = state.move_to(position)
+        if state.data is not None and self._backend.topology.rank == 0:
+            self._warn_of_other_data(state.data, within_epoch=not all(each.ended for each in state.running))
+        self._progress.restore(state.adapt_random(restored=random_restored))
+
+    def _warn_of_other_data(self, saved: LoadedData, *, within_epoch: bool) -> None:
+        differences = self._describe_data().list_differences(saved, within_epoch=within_epoch)
+        if not differences:
+            return
+        _LOG.warning(
+            "The loaded state of a loader is that of other data: %s at the save. %sIf it is another loader, prepare the "
+            "loaders in the order of the run that saved%s.",
+            "; ".join(differences),
+            "The rest of this epoch may repeat samples or leave some out. " if within_epoch else "",
+            "; to begin another epoch, call loader.set_epoch(loader.epoch + 1)" if within_epoch else "",
+        )
 
     def _check_state(self, state: SourceState) -> None:
         """Raise ValueError if the state of a source is not valid here."""

@@ -13,6 +13,7 @@ from accel_runtime.storage.schema import Count, FieldError, Rule
 __all__ = [
     "DatasetState",
     "IterationState",
+    "LoadedData",
     "LoaderState",
     "MapStyleState",
     "NextBatch",
@@ -211,6 +212,35 @@ class IterationState:
 
 
 @dataclass(frozen=True)
+class LoadedData:
+    """Data of a loader, as far as they are known without reading samples, to find those of another loader."""
+
+    dataset: str
+    """Name of the class of the dataset."""
+    num_samples: Count | None = None
+    """Length of the dataset; None for a stream."""
+    sampler: str = ""
+    """Name of the class that draws the order; empty for a stream."""
+    num_drawn: Count | None = None
+    """Number of samples that a sampler of torch draws in an epoch; other samplers may draw any number."""
+    seeded: bool = False
+    """If true, orders are drawn from a seed and the number of the epoch only."""
+
+    def list_differences(self, saved: LoadedData, *, within_epoch: bool) -> list[str]:
+        """Return the differences from the data of a saved state, as text; those of the order matter within an epoch only."""
+        values: list[tuple[str, Any, Any, str]] = [
+            ("the dataset is a", self.dataset, saved.dataset, ""),
+            ("the dataset has", self.num_samples, saved.num_samples, " samples"),
+        ]
+        if within_epoch:
+            values.append(("the order is drawn by a", self.sampler, saved.sampler, ""))
+            if self.num_samples == saved.num_samples and self.sampler == saved.sampler:
+                values.append(("the sampler draws", self.num_drawn, saved.num_drawn, " samples"))
+            values.append(("use_seedable_sampler is", self.seeded, saved.seeded, ""))
+        return [f"{name} {now}{unit}, not {then}" for name, now, then, unit in values if now != then]
+
+
+@dataclass(frozen=True)
 class LoaderState:
     """State of a prepared loader: where its next iterations begin."""
 
@@ -220,6 +250,8 @@ class LoaderState:
     """State in which it begins."""
     running: tuple[IterationState, ...] = ()
     """Iterations that are running, in the order in which they began; not those that the script has left."""
+    data: LoadedData | None = None
+    """Data of the loader."""
 
     def move_to(self, position: NextBatch) -> LoaderState:
         """Return the state for a run that continues at this position."""

@@ -695,6 +695,103 @@ def test_a_loader_that_begins_again_on_two_ranks_continues_after_every_save(pair
     check_pairs(pair_loaders, str(tmp_path), run)
 
 
+def keep_an_iterator(loader, val, save):
+    for _ in loader:
+        iterator = iter(val)
+        next(iterator)
+        save()
+
+
+def drop_an_iterator(loader, val, save):
+    for _ in loader:
+        iterator = iter(val)
+        next(iterator)
+        del iterator
+        save()
+
+
+def evaluate_through_an_iterator(loader, val, save):
+    """The first evaluation has ended within a step, and so do the later ones."""
+
+    def evaluate():
+        iterator = iter(val)
+        next(iterator)
+
+    for number, _ in enumerate(loader):
+        if number == 0:
+            evaluate()
+        else:
+            iterator = iter(val)
+            next(iterator)
+            save()
+            del iterator
+
+
+def save_within_an_evaluation(loader, val, save):
+    for _ in loader:
+        for _ in enumerate(val):
+            save()
+
+
+def save_at_the_end_with_a_stream(loader, val, save):
+    stream = endless(val)
+    for _ in loader:
+        next(stream)
+    save()
+
+
+def save_at_the_last_batch_with_a_stream(loader, val, save):
+    stream = endless(val)
+    for number, _ in enumerate(loader, 1):
+        next(stream)
+        if number == len(loader):
+            save()
+
+
+def save_at_the_last_batch_with_an_iterator(loader, val, save):
+    iterator = iter(val)
+    for _ in loader:
+        next(iterator, None)
+        save()
+
+
+REPORTS = {
+    keep_an_iterator: "in later steps",
+    drop_an_iterator: None,
+    evaluate_through_an_iterator: None,
+    save_within_an_evaluation: None,
+    save_at_the_end_with_a_stream: None,
+    save_at_the_last_batch_with_a_stream: "in the next epoch",
+    save_at_the_last_batch_with_an_iterator: None,
+}
+
+
+@pytest.mark.parametrize("loop", REPORTS)
+def test_a_save_reports_an_iterator_if_it_is_unknown_if_the_script_goes_on_with_it(loop, caplog):
+    accelerator = Accelerator()
+    loader, val = accelerator.prepare(
+        DataLoader(range(COUNT), batch_size=SIZE), DataLoader(range(6), batch_size=SIZE)
+    )
+    loop(loader, val, lambda: [each.state_dict() for each in (loader, val)])
+    times = [record.args[1] for record in caplog.records if "may have other batches" in record.getMessage()]
+    assert times == ([] if REPORTS[loop] is None else [REPORTS[loop]])
+
+
+def test_an_evaluation_whose_iterator_is_still_there_begins_at_its_first_batch_after_a_resume(tmp_path):
+    """Once an evaluation has ended within a step, a later one that has not advanced since has ended too."""
+    accelerator, val, train = start("resume")
+    for step, _ in enumerate(train):
+        if step in {0, 2}:
+            iterator = iter(val)
+            assert len([next(iterator) for _ in range(2)]) == 2
+        if step == 3:
+            accelerator.save_state(tmp_path / "saved")
+            break
+    _, val, train = load("resume", tmp_path / "saved")
+    next(iter(train))
+    assert read(val, 1) == [[0, 1]]
+
+
 # Generated programs -------------------------------------------------------------------------
 
 

@@ -411,3 +411,98 @@ def test_a_batch_sampler_as_sampler_passes_its_lists_to_the_dataset(ranks):
         )
 
     assert ranks.run(read_samples) == [list(range(COUNT))] * ranks.size
+
+
+# Other data -----------------------------------------------------------------------------------
+
+
+def prepare_shuffled(count=10, batch_size=2, **options):
+    """Return an accelerator and a loader; `seedable` is an option of the accelerator."""
+    torch.manual_seed(0)
+    config = DataLoaderConfiguration(use_seedable_sampler=options.pop("seedable", False))
+    accelerator = Accelerator(dataloader_config=config)
+    data = options.pop("data", range(count))
+    options = {"shuffle": True, **options}
+    return accelerator, accelerator.prepare(DataLoader(data, batch_size=batch_size, **options))
+
+
+def save_within_and_after(folder, **options):
+    """Save after the second batch of five, and after the epoch."""
+    accelerator, loader = prepare_shuffled(**options)
+    for number, _ in enumerate(loader):
+        if number == 1:
+            accelerator.save_state(folder / "within an epoch")
+    accelerator.save_state(folder / "between epochs")
+
+
+def resume_with(folder, place, **options):
+    accelerator, loader = prepare_shuffled(**options)
+    accelerator.resume(folder / place)
+    return list(loader)
+
+
+OTHER_DATA = {
+    "grown": ({"count": 12}, "the dataset has 12 samples, not 10"),
+    "of another class": ({"data": list(range(10))}, "the dataset is a list, not range"),
+    "in order": ({"shuffle": False}, "the order is drawn by a SequentialSampler, not RandomSampler"),
+    "resampled": (
+        {"shuffle": False, "sampler": RandomSampler(range(10), num_samples=6)},
+        "the sampler draws 6 samples, not 10",
+    ),
+    "seedable": ({"seedable": True}, "use_seedable_sampler is True, not False"),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_DATA)
+def test_a_resume_within_an_epoch_of_other_data_is_reported(change, tmp_path, caplog):
+    save_within_and_after(tmp_path)
+    options, text = OTHER_DATA[change]
+    assert resume_with(tmp_path, "within an epoch", **options)
+    messages = [record.getMessage() for record in caplog.records if "other data" in record.getMessage()]
+    assert len(messages) == 1
+    assert text in messages[0]
+    assert "may repeat samples" in messages[0]
+
+
+@pytest.mark.parametrize("change", OTHER_DATA)
+def test_a_resume_between_epochs_reports_another_dataset_only(change, tmp_path, caplog):
+    save_within_and_after(tmp_path)
+    options, text = OTHER_DATA[change]
+    assert resume_with(tmp_path, "between epochs", **options)
+    messages = [record.getMessage() for record in caplog.records if "other data" in record.getMessage()]
+    assert [text in message for message in messages] == [True] * (change in {"grown", "of another class"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"batch_size": 1}, {"drop_last": True}],
+    ids=lambda options: f"{options}",
+)
+def test_a_resume_of_the_same_data_reports_nothing(options, tmp_path, caplog):
+    save_within_and_after(tmp_path)
+    for place in ("within an epoch", "between epochs"):
+        assert resume_with(tmp_path, place, **options)
+    assert "data" not in caplog.text
+
+
+def test_a_resume_that_begins_another_epoch_of_other_data_reads_all_of_it(tmp_path):
+    """The cure of the warning."""
+    save_within_and_after(tmp_path)
+    accelerator, loader = prepare_shuffled(count=12)
+    accelerator.resume(tmp_path / "within an epoch")
+    loader.set_epoch(loader.epoch + 1)
+    assert sorted(n for batch in loader for n in batch.tolist()) == list(range(12))
+
+
+def test_a_resume_within_an_epoch_without_batches_left_is_reported(tmp_path, caplog):
+    save_within_and_after(tmp_path)
+    assert not resume_with(tmp_path, "within an epoch", count=4)
+    assert "has no batches after the loaded state" in caplog.text
+
+
+def test_a_resume_after_the_last_batch_of_an_epoch_reports_nothing(tmp_path, caplog):
+    accelerator, loader = prepare_shuffled()
+    for _ in loader:
+        accelerator.save_state(tmp_path / "saved")
+    assert not resume_with(tmp_path, "saved")
+    assert not caplog.records
