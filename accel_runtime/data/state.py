@@ -204,7 +204,7 @@ class IterationState:
     ended: bool = False
     """If true, the newest batch is the last one of the epoch."""
     depth: Count = 0
-    """Number of running iterations that this one is inside of; see `EpochProgress.depth`."""
+    """Number of running iterations that this one is inside of; see `LoopRecord.find_nesting`."""
 
     def restart(self) -> IterationState:
         """Return the state at the start of the epoch; `num_batches` stays the number of those returned before."""
