@@ -344,6 +344,10 @@ class _Call:
         """Close the connection: the result is not needed."""
         self._child.release(self._connection, is_reusable=False)
 
+    def wait_for_end(self) -> None:
+        """Wait until the killed process has ended, so that the next call starts a new one."""
+        self._child.wait_for_end()
+
     def _connection_errors(self) -> _ConnectionErrors:
         return _ConnectionErrors(self, self._key)
 
@@ -367,6 +371,7 @@ class _ConnectionErrors:
             return
         self._call.abort()
         if isinstance(error, (EOFError, OSError)):
+            self._call.wait_for_end()
             raise _ended_error(self._key) from None
 
 
