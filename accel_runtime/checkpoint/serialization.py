@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from accel_runtime.foundation.torch_internals import local_tensor, storage_id
+from accel_runtime.foundation.tensor_bytes import memory_key
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.state_tree import KEY, MAX_LEVELS
 
@@ -100,14 +100,14 @@ class _Serializer:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CheckpointError(f"{path} cannot be saved: it is a tensor without plain memory ({kind})")
-        name = self._names_by_memory.get(_memory_key(tensor))
+        name = self._names_by_memory.get(memory_key(tensor))
         if name is None:
             # `#` separates the rank in names of rank-specific tensors.
             name = path.replace("#", "%23")
             while name in self._tensors:
                 name += "'"
             self._tensors[name] = tensor.detach()
-            self._names_by_memory[_memory_key(tensor)] = name
+            self._names_by_memory[memory_key(tensor)] = name
         return {KEY: "tensor", "name": name}
 
     def _nested(self, item: Any, path: str) -> Any:
@@ -161,23 +161,6 @@ class _Serializer:
                 f"{', '.join(_FACTORIES)} can be saved, and a dict"
             )
         return {KEY: "defaultdict", "items": self._pairs(item, path), "factory": factory}
-
-
-def _memory_key(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tied tensors only."""
-    if hasattr(tensor, "device_mesh"):
-        # A local shard may be empty on some ranks, so the address would give different results.
-        sharded: Any = tensor
-        return (
-            storage_id(tensor),
-            local_tensor(tensor).storage_offset(),
-            tuple(tensor.shape),
-            sharded.placements,
-        )
-    if not tensor.numel() or not tensor.data_ptr():
-        return id(tensor)
-    layout = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-    return *layout, tensor.is_conj(), tensor.is_neg()
 
 
 def _separator(path: str) -> str:

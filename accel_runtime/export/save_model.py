@@ -22,6 +22,7 @@ from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.module_names import state_dict
+from accel_runtime.foundation.tensor_bytes import memory_key
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.storage.errors import CheckpointError, describe_error, errors_on_all_ranks
 from accel_runtime.storage.file_system import FileSystem, list_leftovers, open_atomically
@@ -242,7 +243,7 @@ def find_aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()
     # Aliases are header metadata, where `format` has another meaning.
     for name in sorted(state, key=lambda name: (name != "format", name in excluded, name)):
         tensor = state[name]
-        if tensor.numel() and (first := kept.setdefault(_memory_key(tensor), name)) != name:
+        if tensor.numel() and (first := kept.setdefault(memory_key(tensor), name)) != name:
             aliases[name] = first
     return aliases
 
@@ -251,7 +252,7 @@ def add_aliases(
     stored: Mapping[str, _T], live: Mapping[str, Any], ties: Mapping[str, str] | None = None
 ) -> dict[str, _T]:
     """Add the aliases that a file leaves out, as tied in the live state, else as the metadata of the file says."""
-    keys = {name: _memory_key(value) for name, value in live.items() if isinstance(value, torch.Tensor)}
+    keys = {name: memory_key(value) for name, value in live.items() if isinstance(value, torch.Tensor)}
     name_of = {key: name for name, key in keys.items() if name in stored and live[name].numel()}
     complete = dict(stored)
     for name in keys.keys() - stored.keys():
@@ -259,14 +260,6 @@ def add_aliases(
         if source is not None and source in stored:
             complete[name] = stored[source]
     return complete
-
-
-def _memory_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    if hasattr(tensor, "device_mesh") or tensor.is_meta:
-        # Without an address, as an empty local shard has none, and the result must be equal on all ranks.
-        return (id(tensor),)
-    memory = tensor.untyped_storage().data_ptr(), tensor.data_ptr()
-    return tensor.device, memory, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 _CALL = "save_model"

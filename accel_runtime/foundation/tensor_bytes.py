@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 import xxhash
 
-__all__ = ["copy_to_host", "hash_tensor", "hash_words", "remember_hashes", "tensor_bytes"]
+from accel_runtime.foundation.torch_internals import local_tensor, storage_id
+
+__all__ = ["copy_to_host", "hash_tensor", "hash_words", "memory_key", "remember_hashes", "tensor_bytes"]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -19,6 +21,18 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def memory_key(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tied tensors only: the same elements of the same memory, also after `detach`."""
+    if hasattr(tensor, "device_mesh") or tensor.is_meta:
+        # Without an address, as a shard that is empty on some ranks has none, and ties must be equal on all ranks.
+        offset, placements = local_tensor(tensor).storage_offset(), getattr(tensor, "placements", None)
+        return storage_id(tensor), offset, tensor.dtype, tuple(tensor.shape), tensor.stride(), placements
+    if not tensor.numel() or not tensor.data_ptr():
+        return id(tensor)
+    layout = tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return *layout, tensor.is_conj(), tensor.is_neg()
 
 
 _BLOCK = 1 << 22

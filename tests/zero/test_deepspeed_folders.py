@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_model
 
 from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
@@ -18,6 +20,7 @@ pytest.importorskip(
     "deepspeed.runtime", reason="deepspeed is in an environment of its own: make test-deepspeed"
 )
 
+OF_ACCELERATE = Path(__file__).parents[1] / "data" / "accelerate-1.15.0" / "checkpoints" / "checkpoint_0"
 MAKER = Path(__file__).parents[1] / "data" / "deepspeed-0.19.8" / "make.py"
 
 
@@ -89,3 +92,38 @@ def load_and_compare(case, stage):
 def test_checkpoints_of_deepspeed_load_into_zero_of_any_stage(clusters, stage):
     for case in ("stage3-sub-groups", "accelerate", "stage1-bf16-fp32-gradients"):
         assert clusters[3].run(load_and_compare, case, stage) == [[]] * 3
+
+
+def load_tied_folder(folder, stage):
+    """Return the weights of a stage after a load of a folder of Accelerate."""
+    from unittest import mock
+
+    from support.models import TokenNet
+
+    from accel_runtime import Accelerator
+
+    with mock.patch.dict(os.environ, {"ACCEL_DEEPSPEED_STAGE": stage}):
+        accelerator = Accelerator()
+    model = TokenNet(7, 4, tied=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.load_state(folder)
+    assert optimizer.steps == 1
+    return accelerator.get_state_dict(model, everywhere=True)
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_tied_weights_that_accelerate_stores_once_load_into_zero_of_any_stage(clusters, tmp_path, stage):
+    from support.models import TokenNet
+
+    model = TokenNet(7, 4, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    folder = Path(shutil.copytree(OF_ACCELERATE, tmp_path / "folder"))
+    for name in ("scheduler.bin", "custom_checkpoint_0.pkl"):
+        (folder / name).unlink()
+    save_model(model, folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    assert len(load_file(folder / "model.safetensors")) < len(model.state_dict())
+    for state in clusters[3].run(load_tied_folder, folder, stage):
+        torch.testing.assert_close(state, dict(model.state_dict()), atol=0, rtol=0)

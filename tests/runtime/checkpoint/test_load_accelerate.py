@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs.sharded_runs import build_accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -193,16 +194,24 @@ def test_missing_random_states_are_an_error(tmp_path):
         Run().accelerator.load_state(folder)
 
 
-def test_tied_weights_stored_once_load_into_both_layers(tmp_path):
+def load_tied_folder(folder, sizes):
+    accelerator = build_accelerator(sizes)
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    model = accelerator.prepare(model)
+    accelerator.load_state(folder)
+    assert model[1].weight is model[0].weight
+    return accelerator.get_state_dict(model, everywhere=True)
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(1, {}), (2, {"dp_shard": "auto"}), (3, {"dp_shard": "auto"})])
+def test_tied_weights_stored_once_load_into_both_layers(clusters, tmp_path, size, sizes):
     from safetensors.torch import save_file
 
     folder = Path(shutil.copytree(WRITTEN, tmp_path / "checkpoint"))
     for name in ("optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl"):
         (folder / name).unlink()
     save_file({"0.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
-    accelerator = Accelerator()
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
-    model = accelerator.prepare(model)
-    accelerator.load_state(folder)
-    assert model[1].weight.equal(torch.ones(2, 2))
+    for state in clusters[size].run(load_tied_folder, folder, sizes):
+        assert state["0.weight"].equal(torch.ones(2, 2))
+        assert state["1.weight"].equal(torch.ones(2, 2))
