@@ -123,8 +123,8 @@ class ParallelismConfig(Configuration):
         _check_value("sp_backend", self.sp_backend, "deepspeed")
         if (self.sp_size or 1) > 1 or self.sp_handler is not None:
             raise ValueError(
-                "ParallelismConfig: sp_size and sp_handler need DeepSpeed, which accel does not support. Use cp_size to shard "
-                "sequences."
+                "ParallelismConfig: sp_size and sp_handler are not supported: they are for the sequence parallelism of DeepSpeed, "
+                "which accel does not have. Use cp_size, with fully_shard, to shard sequences."
             )
         _check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
         _check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)

@@ -244,8 +244,8 @@ def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
         return {}
     if read.number(name := sharding.SP_SIZE.variable) not in {"", "1"}:
         raise SettingsError(
-            f"{name}={read.environ[name]} is not supported: it is for DeepSpeed. Split sequences with "
-            f"{sharding.CP_SIZE.variable}."
+            f"{name}={read.environ[name]} is not supported: accel does not have the sequence parallelism of DeepSpeed. Split "
+            f"sequences with {sharding.CP_SIZE.variable}."
         )
     for name in [name for name in read.environ if name.startswith(sharding.SP_PREFIX)]:
         read.text(name)
