@@ -62,6 +62,8 @@ _SHOWN = 10
 """Number of reasons listed in a message."""
 _INTERNAL = frozenset({"accumulation", "replicas", "step_counts"})
 """Items that no object of the script has."""
+_SCALER = "scaler"
+"""The item of the loss scale, which only fp16 has."""
 _STALE, _STALE_S = 20, 0.05
 """How often, and after how many seconds, a rank looks again for what rank 0 has opened: its node may have an old listing."""
 
@@ -262,12 +264,12 @@ class LoadOperation:
         mismatches = [
             f"{_add_class(name, manifest.class_names.get(name))}: it is in the checkpoint and not prepared here"
             for name in manifest.items
-            if name not in names
+            if name not in names | {_SCALER}
         ]
         mismatches += [
             f"{_add_class(item.name, item.class_name)}: it is prepared here and not in the checkpoint"
             for item in items
-            if item not in common and not (manifest.origin and item.is_optional)
+            if item not in common and item.name != _SCALER and not (manifest.origin and item.is_optional)
         ]
         mismatches += [sentence for item in common for sentence in reader.find_mismatches(item)]
         if mismatches and self._strict:
@@ -276,7 +278,7 @@ class LoadOperation:
             raise CheckpointError(
                 f"{checkpoint.key} does not fit this run, and nothing was loaded. Pass strict=False to leave out:\n{listed}"
             )
-        return mismatches
+        return mismatches + _find_other_format(manifest, names)
 
     def _stage(self, reader: StateReader, snapshot: Snapshot) -> bool:
         """Read all items, and leave live tensors unchanged; raise damage, or return False if the checkpoint was replaced."""
@@ -335,6 +337,19 @@ class _Prepared(NamedTuple):
     """The items that the checkpoint has."""
     left_out: list[str]
     """Reasons for items that do not fit."""
+
+
+def _find_other_format(manifest: Manifest, names: Collection[str]) -> list[str]:
+    """Return a sentence if only the checkpoint, or only this run, scales losses: weights are the same in each number format."""
+    if (_SCALER in manifest.items) == (_SCALER in names):
+        return []
+    if _SCALER in names:
+        return (
+            []
+            if manifest.origin
+            else [f"{_SCALER}: the checkpoint has no loss scale, and one starts from the beginning"]
+        )
+    return [f"{_SCALER}: this run scales no loss"]
 
 
 class StateReader:

@@ -140,8 +140,9 @@ class TrainingState:
         for index, loader in enumerate(self.loaders):
             left_out = self.one_rank and loader is not None and loader.is_presharded
             items.append(LoaderItem(numbered_name("loader", index), None if left_out else loader, position))
-        if self.precision.scaler is not None:
-            items.append(StatefulItem("scaler", self.precision.scaler))
+        scaler = self.precision.scaler or self.strategy.loss_scale
+        if scaler is not None:
+            items.append(StatefulItem("scaler", scaler))
         items += [
             AccumulationItem(self.accumulation, self.gradients, self.backend.data_rank.model_parallel_size),
             StepCountItem(self.optimizers),

@@ -359,6 +359,11 @@ class Strategy:
 
     # State -----------------------------------------------------------------------------
 
+    @property
+    def loss_scale(self) -> Any:
+        """Return the loss scale of a strategy that `scales_losses`, with state dicts in the form of torch's GradScaler; else None."""
+        return None
+
     def synchronize(self) -> None:
         """Execute all pending operations, and let each rank hold its shards only; collective."""
         self.backend.runtime.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -80,14 +80,26 @@ class LossScale:
         self._stepped.clear()
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and the counts that its next change depends on."""
-        return {name: getattr(self._scaler, name) for name in _STATE}
+        """Return the state in the form of torch's GradScaler, which loads it in other layouts, with deepspeed's hysteresis."""
+        scaler = self._scaler
+        steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        return {
+            "scale": scaler.cur_scale,
+            "growth_factor": scaler.scale_factor,
+            "backoff_factor": 1 / scaler.scale_factor,
+            "growth_interval": scaler.scale_window,
+            "_growth_tracker": steps % scaler.scale_window,
+            "hysteresis": scaler.cur_hysteresis,
+        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the result of `state_dict`."""
-        for name in _STATE:
-            setattr(self._scaler, name, state[name])
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the scale, and the steps since its last change, of this or of torch's; a fixed scale and options stay."""
+        if self._is_static:
+            return
+        scaler = self._scaler
+        scaler.cur_scale = state["scale"]
+        scaler.cur_iter, scaler.last_overflow_iter = int(state["_growth_tracker"]), -1
+        scaler.cur_hysteresis = int(state.get("hysteresis", scaler.delayed_shift))
 
 
 _MAX_SKIPS = 50
-_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

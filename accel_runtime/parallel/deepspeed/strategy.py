@@ -484,6 +484,11 @@ class Zero(Strategy):
 
     # State -----------------------------------------------------------------------------
 
+    @property
+    @override
+    def loss_scale(self) -> LossScale | None:
+        return self._scale
+
     @override
     def is_sharded(self, model: nn.Module) -> bool:
         return self._is_in_engine(model) or any(map(is_partitioned, model.parameters()))
@@ -499,15 +504,6 @@ class Zero(Strategy):
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> AbstractContextManager[nn.Module]:
         return self._gather(model)
-
-    @override
-    def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:
-        return {} if self._scale is None else {"loss_scale": self._scale.state_dict()}
-
-    @override
-    def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
-        if self._scale is not None and "loss_scale" in state:
-            self._scale.load_state_dict(state["loss_scale"])
 
     @contextmanager
     def _gather(self, model: nn.Module) -> Iterator[nn.Module]:

@@ -405,3 +405,26 @@ def test_save_on_each_node_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="save_on_each_node"):
         accelerator.save_state()
     assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "line"),
+    [
+        ("fp16", "no", "scaler: this run scales no loss"),
+        ("no", "fp16", "scaler: the checkpoint has no loss scale, and one starts from the beginning"),
+    ],
+)
+def test_a_checkpoint_of_another_number_format_loads_with_a_line_about_the_loss_scale(
+    tmp_path, caplog, saved, loaded, line
+):
+    def build(mixed_precision):
+        accelerator = Accelerator(mixed_precision=mixed_precision)
+        return accelerator, accelerator.prepare(nn.Linear(2, 1))
+
+    accelerator, model = build(saved)
+    accelerator.save_state(tmp_path / "saved")
+    expected = model.weight.clone()
+    accelerator, model = build(loaded)
+    accelerator.load_state(tmp_path / "saved")
+    assert model.weight.equal(expected)
+    assert line in caplog.text
