@@ -349,6 +349,11 @@ class ShardedOptimizer:
     # State -----------------------------------------------------------------------------
 
     @property
+    def is_swapped(self) -> bool:
+        """Return whether the master weights are on a local disk."""
+        return bool(getattr(self._zero, "swap_optimizer", False))
+
+    @property
     def _is_offloaded(self) -> bool:
         return bool(self._zero.offload_optimizer if self._shards_parameters else self._zero.cpu_offload)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,13 +23,64 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.parallel.deepspeed.engine import Engine
 from accel_runtime.parallel.deepspeed.fragments import Fragment
 from accel_runtime.parallel.deepspeed.library import gather, is_partitioned
-from accel_runtime.parallel.dtensor import gather_tensor
+from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.parallel.strategy import StateView
 
-__all__ = ["ZeroStateView", "gather_full"]
+__all__ = ["Originals", "ZeroStateView", "gather_full"]
 
 _BATCH_ELEMENTS = 16 * 1024 * 1024
 """Number of elements that are combined over the ranks at once."""
+
+
+class Originals:
+    """The values that parameters had before deepspeed converted them to the number format of mixed precision.
+
+    deepspeed makes master weights of what it has rounded, and has none of parameters that it does not train. So this rank's shards
+    of the values are kept in host memory: until an engine trains the parameter, whose master weights they become, or for good.
+
+    Args:
+        backend: Ranks and device.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._shards: dict[nn.Parameter, DTensor] = {}
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._shards
+
+    @contextmanager
+    def keep(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> Iterator[None]:
+        """Return a context in which deepspeed may convert full parameters, equal on all ranks, to a dtype; None converts nothing."""
+        if dtype is None:
+            yield
+            return
+        mesh = _build_mesh(self._backend)
+        # In a model that `from_pretrained` has sharded, the rounded values are all there is.
+        new = {
+            parameter: _shard(parameter.detach(), mesh)
+            for parameter in parameters
+            if parameter.is_floating_point() and parameter.dtype != dtype and not is_partitioned(parameter)
+        }
+        yield
+        self._shards |= {
+            parameter: shard for parameter, shard in new.items() if parameter.dtype != shard.dtype
+        }
+
+    def move_to(self, engine: Engine) -> None:
+        """Make the values of the parameters that an engine trains their master weights; collective."""
+        own = {parameter: self._shards.pop(parameter, None) for parameter in engine.trained}
+        if not engine.sharded.is_swapped:
+            _scatter(engine, own.get, _select_master)
+
+    def update(self, parameter: nn.Parameter) -> DTensor:
+        """Return the values of a parameter; those that the script has changed since are its values now. Collective in stage 3."""
+        shard = self._shards[parameter]
+        with gather([parameter]):
+            now = local_shard(_shard(parameter.detach(), shard.device_mesh))
+        values = local_shard(shard)
+        values.copy_(torch.where(values.to(now.dtype) == now, values, now.to(values.dtype)))
+        return shard
 
 
 class ZeroStateView(StateView):
@@ -38,6 +90,7 @@ class ZeroStateView(StateView):
         models: Modules of the script.
         optimizers: Optimizers of the script.
         engines: The engine of each optimizer.
+        originals: The values of parameters that deepspeed has converted and does not train.
         backend: Ranks and device.
     """
 
@@ -46,13 +99,12 @@ class ZeroStateView(StateView):
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         engines: Mapping[torch.optim.Optimizer, Engine],
+        originals: Originals,
         backend: Backend,
     ) -> None:
-        self._optimizers = optimizers
+        self._optimizers, self._originals = optimizers, originals
         self._device = backend.device
-        self._mesh = init_device_mesh(
-            backend.device.type, (backend.topology.world_size,), mesh_dim_names=("dp_shard",)
-        )
+        self._mesh = _build_mesh(backend)
         self._engine_of = {optimizer: engines[optimizer] for optimizer in optimizers if optimizer in engines}
         parameters = {parameter: None for model in models for parameter in model.parameters()}
         self._engines = [
@@ -73,18 +125,20 @@ class ZeroStateView(StateView):
 
     def _copy_weights(self, parameters: Iterable[nn.Parameter]) -> None:
         for engine in self._engines:
-            masters = [(f, f.select(f.flat.detach())) for f in engine.sharded.fragments]
+            masters = [(f, _select_master(f)) for f in engine.sharded.fragments]
             for parameter, full in gather_full(engine.trained, masters, self._device):
-                self._add_copy(parameter, full)
+                self._add_copy(parameter, _shard(full, self._mesh))
         for parameter in parameters:
-            if is_partitioned(parameter) and parameter not in self._copies:
+            if parameter in self._copies:
+                continue
+            if parameter in self._originals:
+                self._add_copy(parameter, self._originals.update(parameter))
+            elif is_partitioned(parameter):
                 with gather([parameter]):
-                    self._add_copy(parameter, parameter.detach())
+                    self._add_copy(parameter, _shard(parameter.detach(), self._mesh))
 
-    def _add_copy(self, parameter: nn.Parameter, full: torch.Tensor) -> None:
-        self._copies[parameter] = nn.Parameter(
-            _shard(full, self._mesh), requires_grad=parameter.requires_grad
-        )
+    def _add_copy(self, parameter: nn.Parameter, sharded: DTensor) -> None:
+        self._copies[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
     def _copy_module(self, module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
         """Return a module with the same attributes and buffers, and the sharded parameters."""
@@ -128,9 +182,7 @@ class ZeroStateView(StateView):
     @override
     def write_back(self) -> None:
         for engine in self._engines:
-            self._scatter(
-                engine, self._copies.__getitem__, lambda fragment: fragment.select(fragment.flat.detach())
-            )
+            _scatter(engine, self._copies.__getitem__, _select_master)
         for optimizer, copy in zip(self._optimizers, self.optimizers, strict=True):
             if optimizer in self._engine_of:
                 self._write_optimizer(self._engine_of[optimizer], optimizer, copy)
@@ -142,24 +194,6 @@ class ZeroStateView(StateView):
                 full = gather_tensor(sharded)
                 with torch.no_grad(), gather([parameter], writer=0):
                     parameter.copy_(full)
-
-    def _scatter(
-        self,
-        engine: Engine,
-        find: Callable[[nn.Parameter], torch.Tensor | None],
-        select: Callable[[Fragment], torch.Tensor],
-    ) -> None:
-        """Write the fragments of this rank in flat tensors from the sharded tensors of parameters that have one."""
-        by_parameter: dict[nn.Parameter, list[Fragment]] = defaultdict(list)
-        for fragment in engine.sharded.fragments:
-            by_parameter[fragment.parameter].append(fragment)
-        for parameter in engine.trained:
-            sharded = find(parameter)
-            if sharded is None:
-                continue
-            full = gather_tensor(sharded).reshape(-1)
-            for fragment in by_parameter[parameter]:
-                select(fragment).copy_(full.narrow(0, fragment.offset, fragment.length))
 
     def _write_optimizer(
         self, engine: Engine, optimizer: torch.optim.Optimizer, copy: torch.optim.Optimizer
@@ -180,7 +214,7 @@ class ZeroStateView(StateView):
         for fragment in engine.sharded.fragments:
             if state := copied_states[fragment.parameter]:
                 values = {
-                    key: torch.zeros_like(fragment.select(fragment.flat.detach()))
+                    key: torch.zeros_like(_select_master(fragment))
                     if key in keys
                     else value.clone()
                     if isinstance(value, torch.Tensor)
@@ -189,11 +223,34 @@ class ZeroStateView(StateView):
                 }
                 states.set(fragment, values)
         for key in keys:
-            self._scatter(
+            _scatter(
                 engine,
                 lambda parameter, key=key: copied_states[parameter].get(key),  # type: ignore[misc]
                 lambda fragment, key=key: states.get(fragment)[key],  # type: ignore[misc]
             )
+
+
+def _select_master(fragment: Fragment) -> torch.Tensor:
+    """Return the master weights of a fragment: `[length]`."""
+    return fragment.select(fragment.flat.detach())
+
+
+def _scatter(
+    engine: Engine,
+    find: Callable[[nn.Parameter], torch.Tensor | None],
+    select: Callable[[Fragment], torch.Tensor],
+) -> None:
+    """Write the fragments of this rank in flat tensors from the sharded tensors of parameters that have one; collective."""
+    by_parameter: dict[nn.Parameter, list[Fragment]] = defaultdict(list)
+    for fragment in engine.sharded.fragments:
+        by_parameter[fragment.parameter].append(fragment)
+    for parameter in engine.trained:
+        sharded = find(parameter)
+        if sharded is None:
+            continue
+        full = gather_tensor(sharded).reshape(-1)
+        for fragment in by_parameter[parameter]:
+            select(fragment).copy_(full.narrow(0, fragment.offset, fragment.length))
 
 
 def _gather_scalars(
@@ -272,7 +329,11 @@ def _split(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield batch
 
 
-def _shard(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _build_mesh(backend: Backend) -> DeviceMesh:
+    return init_device_mesh(backend.device.type, (backend.topology.world_size,), mesh_dim_names=("dp_shard",))
+
+
+def _shard(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the shard of this rank along the first dimension, in host memory, of a tensor that is equal on all ranks."""
     if not full.dim():
         return DTensor.from_local(full.clone(), mesh, [Replicate()], run_check=False).cpu()

@@ -17,7 +17,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.environment.deepspeed import ZERO_3, DeepSpeedConfig
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation.options import DistributedType
-from accel_runtime.foundation.precision import name_dtype
+from accel_runtime.foundation.precision import FORMATS, name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.big_modeling import refuse_meta_model
@@ -46,7 +46,7 @@ from accel_runtime.parallel.deepspeed.library import (
 )
 from accel_runtime.parallel.deepspeed.loss_scale import LossScale
 from accel_runtime.parallel.deepspeed.modules import make_copyable, refuse_graphs, watch_zero_grad
-from accel_runtime.parallel.deepspeed.state_view import ZeroStateView, gather_full
+from accel_runtime.parallel.deepspeed.state_view import Originals, ZeroStateView, gather_full
 from accel_runtime.parallel.dtensor import shard_like
 from accel_runtime.parallel.fully_shard import (
     UntracedBufferBroadcast,
@@ -107,6 +107,7 @@ class Zero(Strategy):
         """The models in `no_sync`, which do not broadcast their buffers either."""
         self._partitioned: list[Any] = []
         """Engines of deepspeed that only partition models without an optimizer."""
+        self._originals = Originals(backend)
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
         self._max_norm = float(config.get("gradient_clipping", 0.0))
         self._loading: ShardedLoading | None = None
@@ -160,7 +161,7 @@ class Zero(Strategy):
                 p.requires_grad for p in request.model.parameters()
             )
             if is_evaluated and self._stage == ZERO_3 and not self._is_in_engine(request.model):
-                self._partitioned.append(build_engine(request.model, None, self._build_config(request.model)))
+                self._partitioned.append(self._build_engine(request.model, None))
             if self._stage == ZERO_3:
                 make_copyable(request.model)
                 refuse_graphs(request.model)
@@ -224,6 +225,11 @@ class Zero(Strategy):
         self._configured = build_configuration(self.config, model, self._mixed_precision)
         return self._configured
 
+    def _build_engine(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
+        """Return deepspeed's engine of a model, and keep the digits of its parameters; collective."""
+        with self._originals.keep(model.parameters(), FORMATS[self._mixed_precision].dtype):
+            return build_engine(model, optimizer, self._build_config(model))
+
     def _build_engines(self) -> None:
         """Build the engines of optimizers whose models are prepared."""
         for optimizer in self._optimizers:
@@ -237,8 +243,9 @@ class Zero(Strategy):
             self._check_apart(optimizer, models)
             module = models[0] if len(models) == 1 else nn.ModuleList(models)
             state: dict[Any, Any] = dict(optimizer.state)
-            engine = build_engine(module, optimizer, self._build_config(module))
-            self._engines[optimizer] = Engine(optimizer, groups, ShardedOptimizer(engine, self._stage))
+            sharded = ShardedOptimizer(self._build_engine(module, optimizer), self._stage)
+            self._engines[optimizer] = Engine(optimizer, groups, sharded)
+            self._originals.move_to(self._engines[optimizer])
             if state:
                 optimizer.state.clear()
                 self._restore_early_state(optimizer, state)
@@ -497,7 +504,7 @@ class Zero(Strategy):
     def open_state(
         self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> StateView:
-        return ZeroStateView(models, optimizers, self._engines, self.backend)
+        return ZeroStateView(models, optimizers, self._engines, self._originals, self.backend)
 
     @override
     def gathered(
