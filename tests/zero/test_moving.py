@@ -154,3 +154,17 @@ def test_a_checkpoint_moves_between_layouts_with_all_digits_and_dtypes(
             name_pair = partial("{} to {}: {}".format, before, after)
             # Buffers differ between the ranks, as with DDP.
             torch.testing.assert_close(actual, expected, atol=0, rtol=0, msg=name_pair)
+
+
+def test_frozen_weights_that_the_script_changes_are_saved_as_they_are_now(clusters):
+    def change(layout):
+        accelerator, model, _ = start(layout, "bf16", "frozen", None)
+        with accelerator.gathered(model) as module, torch.no_grad():
+            module.first.weight[1].fill_(0.25)
+        return accelerator.get_state_dict(model, everywhere=True)
+
+    expected = dict(build("frozen").state_dict())
+    expected["first.weight"][1] = 0.25
+    for layout in LAYOUTS[2:]:
+        for state in clusters[2].run(change, layout):
+            torch.testing.assert_close(state, expected, atol=0, rtol=0)
