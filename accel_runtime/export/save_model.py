@@ -7,7 +7,7 @@ afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -238,7 +238,7 @@ def find_aliases(state: Mapping[str, torch.Tensor], left_out: Iterable[str] = ()
     safetensors.
     """
     excluded = set(left_out)
-    kept: dict[tuple[object, ...], str] = {}
+    kept: dict[Hashable, str] = {}
     aliases: dict[str, str] = {}
     # Aliases are header metadata, where `format` has another meaning.
     for name in sorted(state, key=lambda name: (name != "format", name in excluded, name)):

@@ -335,13 +335,21 @@ def _build_mesh(backend: Backend) -> DeviceMesh:
 
 def _shard(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     """Return the shard of this rank along the first dimension, in host memory, of a tensor that is equal on all ranks."""
-    if not full.dim():
-        return DTensor.from_local(full.clone(), mesh, [Replicate()], run_check=False).cpu()
-    rows = -(-full.shape[0] // mesh.size())
-    begin = min(mesh.get_local_rank() * rows, full.shape[0])
-    shard = full[begin : begin + rows].clone(memory_format=torch.contiguous_format)
-    stride = torch.empty(full.shape, device="meta").stride()
-    return DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=stride).cpu()
+    local = full
+    if full.dim():
+        rows = -(-full.shape[0] // mesh.size())
+        begin = min(mesh.get_local_rank() * rows, full.shape[0])
+        local = full[begin : begin + rows]
+    sharded: Any = DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format),
+        mesh,
+        [Shard(0) if full.dim() else Replicate()],
+        run_check=False,
+        shape=full.shape,
+        stride=torch.empty(full.shape, device="meta").stride(),
+    )
+    on_host: DTensor = sharded.cpu()
+    return on_host
 
 
 def _is_elementwise(key: str, value: Any, parameter: torch.Tensor) -> bool:
