@@ -29,6 +29,7 @@ __all__ = [
     "StateView",
     "Strategy",
     "UnscaleGradients",
+    "scale_any",
     "unscale_any",
 ]
 
@@ -316,14 +317,7 @@ class Strategy:
 
     def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
         """Multiply gradients by a factor (`[]`) in place; the parameters are of one model and one optimizer."""
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        with torch.no_grad():
-            for parameter in parameters:
-                if (grad := parameter.grad) is not None:
-                    # Local tensors, as torch cannot combine sharded and replicated ones in one call.
-                    by_device.setdefault(grad.device, []).append(local_tensor(grad))
-            for device, grads in by_device.items():
-                foreach_multiply(grads, factor.to(device))
+        scale_any(parameters, factor)
 
     def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:  # noqa: ARG002
         """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""
@@ -394,6 +388,18 @@ class Strategy:
 
     def restore_replica_state(self, model: nn.Module, state: dict[str, Any]) -> None:
         """Apply a state of `capture_replica_state`, as far as it fits this run."""
+
+
+def scale_any(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply gradients by a factor (`[]`) in place, also if some are sharded; see `Strategy.scale_gradients`."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for parameter in parameters:
+            if (grad := parameter.grad) is not None:
+                # Local tensors, as torch cannot combine sharded and replicated ones in one call.
+                by_device.setdefault(grad.device, []).append(local_tensor(grad))
+        for device, grads in by_device.items():
+            foreach_multiply(grads, factor.to(device))
 
 
 def unscale_any(optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:

@@ -345,7 +345,7 @@ class Gradients:
         self.weights.backward(loss, loss_weight, run, self.find_groups())
 
     def _run_backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        self._strategy.backward(self._precision.begin_backward(loss), options)
+        self._strategy.backward(self._precision.scale(loss), options)
 
     def _build_weight(self, weight: float | torch.Tensor, loss: torch.Tensor) -> LossWeight:
         return LossWeight.build(
@@ -359,6 +359,17 @@ class Gradients:
         if is_mixed and all(group.has_no_gradients for group in self.find_groups()):
             accumulation.end_cycle()
         accumulation.begin_backward(weighted=weighted)
+        if self._precision.scaler is not None:
+            with self._keep_weights():
+                self._precision.begin_backward()
+
+    @contextmanager
+    def _keep_weights(self) -> Iterator[None]:
+        """Let the weights in gradients stay theirs, although the gradients are changed in place inside the context."""
+        current = [group for group in self._groups if group.is_current]
+        yield
+        for group in current:
+            group.set_weights(group.pending, group.total)
 
     def _reachable_parameters(self) -> set[nn.Parameter]:
         """Return the parameters that a backward pass may reach; fully sharded ones are replaced during the pass."""
@@ -418,17 +429,19 @@ class Gradients:
             norm = self._strategy.compute_norm(tensors, norm_type)
             return norm / self._precision.scale(torch.ones_like(norm))
         self._strategy.finish_gradients()
-        self.unscale(None)
-        if not tensors:  # torch itself warns of an exhausted generator
-            return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        return self._strategy.clip_norm(tensors, max_norm, norm_type)
+        with self._keep_weights():
+            self._unscale(self._optimizers)
+            if not tensors:  # torch itself warns of an exhausted generator
+                return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            return self._strategy.clip_norm(tensors, max_norm, norm_type)
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """Unscale all gradients and clamp some, if the cycle is complete."""
         if self._accumulation.synced:
             self._strategy.finish_gradients()
-            self.unscale(None)
-            self._strategy.clip_value(self._list_current(parameters), clip_value)
+            with self._keep_weights():
+                self._unscale(self._optimizers)
+                self._strategy.clip_value(self._list_current(parameters), clip_value)
 
     def _list_current(self, parameters: _Parameters) -> list[torch.Tensor]:
         # A list from before prepare() has the full parameters, which get no gradients once their model is sharded.
@@ -441,11 +454,16 @@ class Gradients:
             return
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
-        if optimizers is None:
-            prepared = list(self._optimizers)
-        else:
-            prepared = [self._find_prepared(optimizer) for optimizer in optimizers]
-        for optimizer in prepared:
+        with self._keep_weights():
+            self._unscale(
+                self._optimizers
+                if optimizers is None
+                else [self._find_prepared(optimizer) for optimizer in optimizers]
+            )
+
+    @staticmethod
+    def _unscale(optimizers: Sequence[PreparedOptimizer]) -> None:
+        for optimizer in optimizers:
             optimizer.unscale()
 
     def _find_prepared(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:

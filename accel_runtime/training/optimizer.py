@@ -261,6 +261,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad(set_to_none)
         else:
             self._strategy.zero_grad(self.optimizer, set_to_none=set_to_none)
+        if self._scaler is not None:
+            self._scaler.clear_gradients(self.optimizer)
 
     def _warn_of_clearing(self) -> None:
         """Warn once if the gradients of the earlier micro-batches of a cycle are cleared before its step."""

@@ -82,16 +82,13 @@ class Precision:
         if self.format.dtype is not None:
             model.forward = AutocastForward(model.forward, self._autocast)
 
-    def begin_backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss for a backward pass, scaled if the format needs it."""
-        if self.scaler is None:
-            return loss
-        self.scaler.begin_backward()
-        scaled: torch.Tensor = self.scaler.scale(loss)
-        return scaled
+    def begin_backward(self) -> None:
+        """Prepare gradients that exist for those of a scaled loss, which are added to them."""
+        if self.scaler is not None:
+            self.scaler.begin_backward()
 
     def scale(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor scaled like gradients before they are unscaled."""
+        """Return a tensor, such as a loss, scaled like gradients before they are unscaled."""
         return tensor if self.scaler is None else self.scaler.scale(tensor)
 
 

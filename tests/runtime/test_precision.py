@@ -98,8 +98,8 @@ def test_only_fp16_scales_the_loss_and_by_the_configured_scale():
         True,
     ]
     weight = torch.ones(1, requires_grad=True)
-    build_precision("fp16", scaler={"init_scale": 8.0}).begin_backward(weight * 3).backward()
-    build_precision("bf16").begin_backward(weight * 3).backward()
+    build_precision("fp16", scaler={"init_scale": 8.0}).scale(weight * 3).backward()
+    build_precision("bf16").scale(weight * 3).backward()
     assert weight.grad.item() == 8 * 3 + 3
 
 

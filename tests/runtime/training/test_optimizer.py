@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,7 +44,8 @@ class Run:
     def backward(self, *gradients):
         """Add the given gradients to those of the first weights, through a loss."""
         loss = sum(w * g for w, g in zip(self.weights, gradients, strict=False))
-        self.precision.begin_backward(loss).backward()
+        self.precision.begin_backward()
+        self.precision.scale(loss).backward()
 
     @property
     def values(self):
@@ -337,6 +340,62 @@ def test_only_the_optimizer_with_overflowed_gradients_skips_its_step():
     assert run.values == [10, 7]
     assert [optimizer.step_was_skipped for optimizer in run.optimizers] == [True, False]
     assert run.precision.scaler.get_scale() == 512
+
+
+OPERATIONS = st.sampled_from(
+    [("backward", (1.0, 2.0)), ("backward", (3.0,)), ("unscale",)]
+    + [(name, index) for name in ("step", "zero", "forget") for index in range(2)]
+)
+
+
+@given(operations=st.lists(OPERATIONS, min_size=3, max_size=24))
+@settings(max_examples=150)
+def test_any_order_of_calls_trains_as_without_a_scale(operations):
+    """Let the scale grow at every update; all numbers are exact in float32."""
+    scaled, plain = Run("fp16", optimizers=2, init_scale=4.0, growth_interval=1), Run(optimizers=2)
+    scaled.backward(0.0, 0.0)
+    plain.backward(0.0, 0.0)
+    for name, *arguments in operations:
+        for run in (scaled, plain):
+            if name == "backward":
+                run.backward(*arguments[0])
+            elif name == "unscale":
+                for optimizer in run.optimizers:
+                    optimizer.unscale()
+            elif name == "forget":  # as `model.zero_grad()` does
+                run.weights[arguments[0]].grad = None
+            elif name == "zero":
+                run.optimizers[arguments[0]].zero_grad()
+            elif run.weights[arguments[0]].grad is not None:  # torch's scaler cannot step without any
+                run.optimizers[arguments[0]].step()
+        assert scaled.values == plain.values
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_scale_that_overflows_is_reduced_although_the_script_leaves_out_the_steps(clear):
+    run, steps = Run("fp16", init_scale=2.0**10), 0
+    for _ in range(6):
+        run.backward(2.0**120)  # fits with a scale of 2**7
+        run.optimizer.unscale()
+        if run.weights[0].grad.isfinite():
+            run.optimizer.step()
+            steps += 1
+        if clear == "model":
+            run.weights[0].grad = None
+        else:
+            run.optimizer.zero_grad()
+    assert (run.precision.scaler.get_scale(), steps) == (2.0**7, 3)
+
+
+def test_a_step_that_is_left_out_counts_for_the_growth_of_the_scale():
+    run = Run("fp16", growth_interval=2)
+    for is_left_out in (False, True):
+        run.backward(1.0)
+        run.optimizer.unscale()
+        if not is_left_out:
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.precision.scaler.get_scale() == 2048
 
 
 def test_a_disabled_scaler_does_not_scale():
