@@ -91,9 +91,12 @@ _DIST: Any = dist
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that changes whenever a tensor is written; that of a DTensor is in its local tensor."""
-    version: int = getattr(tensor, "_local_tensor", tensor)._version
-    return version
+    """Return a number that changes whenever a tensor is written.
+
+    Operations on a DTensor, such as autograd's additions to gradients, count in it, and those of `fully_shard` in its local tensor.
+    """
+    version: int = tensor._version
+    return version if (local := getattr(tensor, "_local_tensor", None)) is None else version + local._version
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

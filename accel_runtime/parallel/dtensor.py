@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 from accel_runtime.foundation.torch_internals import (
     compute_shard_box,
     fsdp_parameter_groups,
+    gathered_parameters,
     is_fsdp_module,
     keep_gathered,
     local_tensor,
@@ -41,7 +42,9 @@ __all__ = [
     "is_gathered",
     "is_sharded_by_tp",
     "is_sharded_model",
+    "list_gathered",
     "local_shard",
+    "map_shard",
     "read_unsynced_gradients",
     "refuse_sharded_saves",
     "reshard_models",
@@ -69,6 +72,13 @@ class ShardBox(NamedTuple):
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor on this rank."""
     return local_tensor(tensor).detach()
+
+
+def map_shard(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of the same layout whose memory on this rank is the result of an elementwise function."""
+    if not hasattr(tensor, "device_mesh"):
+        return function(tensor)
+    return _build_dtensor(function(local_shard(tensor)), tensor, tensor.stride())
 
 
 def box_of(tensor: torch.Tensor, name: str) -> ShardBox:
@@ -140,6 +150,11 @@ _LOG = logging.getLogger("accel_runtime.parallel")
 def list_units(model: nn.Module) -> list[Any]:
     """Return the modules under `fully_shard`, outermost first."""
     return [module for module in model.modules() if is_fsdp_module(module)]
+
+
+def list_gathered(model: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters of modules under `fully_shard` that their forward passes have gathered."""
+    return [parameter for unit in list_units(model) for parameter in gathered_parameters(unit)]
 
 
 def is_sharded_model(model: nn.Module) -> bool:

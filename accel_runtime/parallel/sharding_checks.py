@@ -153,7 +153,8 @@ def _take_sample(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _read_version(tensor: torch.Tensor) -> int | None:
-    return None if local_tensor(tensor).is_inference() else version_of(tensor)
+    is_inference = tensor.is_inference() or local_tensor(tensor).is_inference()
+    return None if is_inference else version_of(tensor)
 
 
 def _refuse_graph(_: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
+from accel_runtime.parallel.dtensor import list_gathered, map_shard
 from accel_runtime.parallel.strategy import GradientVersions, Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -190,10 +191,10 @@ class LossWeight:
 
 
 @contextmanager
-def zero_loss(reachable: Callable[[], Iterable[nn.Parameter]], weight: LossWeight) -> Iterator[None]:
+def zero_loss(reachable: Callable[[], Iterable[torch.Tensor]], weight: LossWeight) -> Iterator[None]:
     """Make backward passes of weight 0 add exact zeros, whatever the loss is, and run all hooks.
 
-    `reachable` returns the parameters that the pass may reach. If the value of `weight` is unknown, every gradient is
+    `reachable` returns the leaves that the pass may reach. If the value of `weight` is unknown, every gradient is
     selected by it on the device.
     """
     if weight.is_zero is False:
@@ -204,11 +205,14 @@ def zero_loss(reachable: Callable[[], Iterable[nn.Parameter]], weight: LossWeigh
         return torch.zeros_like(grad)
 
     def select(grad: torch.Tensor) -> torch.Tensor:
-        return grad if grad.is_sparse else torch.where(weight.amount.to(grad.device) == 0, 0.0, grad)
+        if grad.is_sparse:
+            values = select(grad._values())  # noqa: SLF001 - the public one is for what is added up
+            return torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False)  # noqa: SLF001
+        return map_shard(grad, lambda shard: torch.where(weight.amount.to(shard.device) == 0, 0.0, shard))
 
     hook = set_zero if weight.is_zero else select
-    parameters = [parameter for parameter in reachable() if parameter.requires_grad]
-    handles = [parameter.register_hook(hook) for parameter in parameters]  # type: ignore[no-untyped-call]
+    leaves = [leaf for leaf in reachable() if leaf.requires_grad]
+    handles = [leaf.register_hook(hook) for leaf in leaves]  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -329,7 +333,7 @@ class Gradients:
             self._run_backward(loss, options)
             return
         scale = self._build_weight(loss_scale, loss)
-        with zero_loss(self._reachable_parameters, scale):
+        with zero_loss(self._reachable_leaves, scale):
             self._run_backward(loss * scale.amount, options)
 
     def _backward_weighted(
@@ -339,7 +343,7 @@ class Gradients:
         self._begin_backward(weighted=True)
 
         def run(weighted_loss: torch.Tensor) -> None:
-            with zero_loss(self._reachable_parameters, loss_weight):
+            with zero_loss(self._reachable_leaves, loss_weight):
                 self._run_backward(weighted_loss, options)
 
         self.weights.backward(loss, loss_weight, run, self.find_groups())
@@ -371,10 +375,10 @@ class Gradients:
         for group in current:
             group.set_weights(group.pending, group.total)
 
-    def _reachable_parameters(self) -> set[nn.Parameter]:
-        """Return the parameters that a backward pass may reach; fully sharded ones are replaced during the pass."""
-        parameters = {parameter for group in self.find_groups() for parameter in group.parameters}
-        return parameters.union(*(model.parameters() for model in self._models))
+    def _reachable_leaves(self) -> set[torch.Tensor]:
+        """Return the leaves that a backward pass may reach: parameters, and what the forward pass has gathered of sharded ones."""
+        leaves = {parameter for group in self.find_groups() for parameter in group.parameters}
+        return leaves.union(*((*model.parameters(), *list_gathered(model)) for model in self._models))
 
     def find_groups(self) -> list[ParameterGroup]:
         """Return the groups of parameters, rebuilt if more has been prepared."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models import TokenNet, TwoPartNet
+from support.models import TokenNet, TwoLayerNet, TwoPartNet
 from support.numerics import relative_error
+from support.runs.sharded_runs import build_accelerator, to_full
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -412,6 +413,98 @@ def test_weight_zero_hides_a_nonfinite_loss_and_other_weights_do_not(ranks, loss
         return records
 
     assert ranks.run(finite, loss) == [[True, False]] * ranks.size
+
+
+EMPTY = {
+    "all of the last rank": lambda rank, _, last: rank == last,
+    "one in each cycle": lambda rank, number, _: number % 2 == rank % 2,
+    "a cycle": lambda _, number, __: number < 2,
+}
+"""The micro-batches without items, by rank and number, in cycles of two."""
+LAYOUTS = {
+    "sharded as one": ({"dp_shard": "auto"}, {"wrap": "none"}),
+    "sharded by layers": ({"dp_shard": "auto"}, {"wrap": "Linear", "reshard_after_forward": False}),
+    "checkpointed": ({"dp_shard": "auto"}, {"wrap": "Linear", "activation_checkpointing": True}),
+    "tensor parallel": ({"tp": 2}, {}),
+    "both": ({"tp": 2, "dp_shard": 2}, {}),
+    "replicated": ({}, {}),
+}
+
+
+def draw_batch(rank, number):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * rank + number))
+
+
+def train_with_empty_batches(layout, empty, is_known, mixed_precision="no"):
+    """Train two cycles of two micro-batches, whose loss is nan without items; return the weights."""
+    sizes, options = LAYOUTS[layout]
+    accelerator = build_accelerator(
+        sizes, options, gradient_accumulation_steps=2, mixed_precision=mixed_precision
+    )
+    # Weights on an accelerator are not read.
+    accelerator._run.backend.runtime.static_shapes = not is_known
+    model = TwoLayerNet()
+    model.tp_plan = {"first": "colwise", "second": "rowwise"}
+    model.register_forward_hook(lambda _, __, output: output.clone())  # FSDP warns of views
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rank = accelerator._backend.data_rank.rank
+    for number in range(4):
+        with accelerator.accumulate(model):
+            mask = torch.full((3, 1), float(not EMPTY[empty](rank, number, 1)))
+            losses = model(draw_batch(rank, number)).square() * mask
+            accelerator.backward(losses.sum() / mask.sum(), weight=mask.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator._run.backend.runtime.static_shapes = False
+    return torch.cat([to_full(parameter.detach()).flatten() for parameter in model.parameters()])
+
+
+def train_without_empty_batches(empty, ranks):
+    model = TwoLayerNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for cycle in ((0, 1), (2, 3)):
+        batches = [draw_batch(r, n) for r in range(ranks) for n in cycle if not EMPTY[empty](r, n, 1)]
+        if batches:
+            model(torch.cat(batches)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "both"])
+def test_micro_batches_without_items_add_exact_zeros_in_every_layout(pair, layout):
+    ranks = 1 if layout == "tensor parallel" else 2
+    for empty in EMPTY:
+        expected = train_without_empty_batches(empty, ranks)
+        for is_known in (True, False):
+            for actual in pair.run(train_with_empty_batches, layout, empty, is_known):
+                assert relative_error(actual, expected) <= BAR, (empty, is_known)
+
+
+@pytest.mark.slow
+def test_micro_batches_without_items_add_exact_zeros_on_a_two_dimensional_mesh(four):
+    for empty in EMPTY:
+        expected = train_without_empty_batches(empty, 2)
+        for is_known in (True, False):
+            for actual in four.run(train_with_empty_batches, "both", empty, is_known):
+                assert relative_error(actual, expected) <= BAR, (empty, is_known)
+
+
+def test_micro_batches_without_items_do_not_overflow_in_fp16(pair):
+    expected = train_without_empty_batches("all of the last rank", 2)
+    for layout in ("sharded as one", "replicated"):
+        for actual in pair.run(train_with_empty_batches, layout, "all of the last rank", True, "fp16"):
+            assert relative_error(actual, expected) <= 4e-3
+
+
+def test_a_sparse_gradient_of_unknown_weight_is_zero_without_items():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    for items, is_finite in ((0.0, True), (1.0, False)):
+        embedding.zero_grad()
+        weight = LossWeight(torch.tensor(items), is_zero=None)
+        silent_backward(embedding, weight, embedding(torch.tensor([1, 1])).sum() * float("nan"))
+        assert embedding.weight.grad.is_sparse
+        assert bool(embedding.weight.grad.to_dense().isfinite().all()) == is_finite
 
 
 # Accumulation cycles ---------------------------------------------------------------------
