@@ -1146,6 +1146,7 @@ class Accelerator(ProcessMethods):
         """
         self._run.prepared.clear()
         self._run.checks.averaging.clear()
+        self._run.checks.bypasses.suspend()
         self._run.accumulation.reset()
         return release_memory(*objects)
 

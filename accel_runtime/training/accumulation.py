@@ -78,6 +78,8 @@ class Accumulation:
         """Number of micro-batches so far that completed a cycle."""
         self.num_open = 0
         """Number of `accumulate` contexts that are open."""
+        self.is_controlled = False
+        """True once the script has used `accumulate` or `no_sync`, or set if gradients are synchronized."""
         self._no_sync_depth = 0
         """Number of calls of `suspend_sync` that have not ended."""
         self._check: Callable[[], None] | None = None
@@ -124,7 +126,7 @@ class Accumulation:
 
     def set_synced(self, synced: bool) -> None:
         """Override whether the current backward pass completes a cycle, until the next micro-batch."""
-        self.synced = synced
+        self.synced, self.is_controlled = synced, True
 
     @property
     def syncs_gradients(self) -> bool:
@@ -217,6 +219,7 @@ class Accumulation:
     def suspend_sync(self) -> None:
         """Complete no cycle, and average no gradients, until `resume_sync`; calls may be nested."""
         self._no_sync_depth += 1
+        self.is_controlled = True
 
     def resume_sync(self) -> None:
         """End the innermost `suspend_sync`."""
@@ -244,6 +247,7 @@ class Accumulation:
     def open(self) -> _Counts:
         """Record an `accumulate` context that begins; return the counts before it, for `close`."""
         self.num_open += 1
+        self.is_controlled = True
         flags = self.synced, self.is_new_cycle, self.is_first
         return self.num_backward, self._step, self._count, self.num_cycles, *flags
 

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -26,6 +26,21 @@ __all__ = ["BypassCheck"]
 _LOG = logging.getLogger("accel_runtime.training.bypasses")
 _NUM_STEPS = 8
 """The number of optimizer steps that are checked."""
+_NUM_ALIKE = 2
+"""The number of steps in a row that show a mistake; the end of an epoch may look like one of them."""
+
+
+class _Seen(NamedTuple):
+    """What the newest step of an optimizer has shown."""
+
+    cycles: int = 0
+    """Cycles of the optimizer so far."""
+    passes: int = 0
+    """Backward passes so far."""
+    singles: int = 0
+    """Steps in a row that followed one backward pass each."""
+    unrelated: int = 0
+    """Steps in a row without a gradient, of parameters in no prepared model."""
 
 
 _ACTIVE: WeakSet[BypassCheck] = WeakSet()
@@ -60,8 +75,8 @@ class BypassCheck:
         self._models, self._optimizers, self._schedulers = models, optimizers, schedulers
         self._steps = 0
         self._uses_autocast = False
-        self._seen: WeakKeyDictionary[PreparedOptimizer, tuple[int, int]] = WeakKeyDictionary()
-        """Cycles and backward passes at the newest step of each prepared optimizer."""
+        self._seen: WeakKeyDictionary[PreparedOptimizer, _Seen] = WeakKeyDictionary()
+        """What the newest step of each prepared optimizer has shown."""
         self._counts: WeakKeyDictionary[LRScheduler, int] = WeakKeyDictionary()
         """Steps of the schedulers that are not prepared, at the newest step of their optimizer."""
         self._searched: WeakSet[PreparedOptimizer] = WeakSet()
@@ -71,10 +86,14 @@ class BypassCheck:
         self._warned: set[str] = set()
 
     def watch(self) -> None:
-        """Check the first optimizer steps of this process, unless that has begun."""
-        if self._steps == 0:
+        """Check the first optimizer steps of this process, unless there were that many."""
+        if self._steps < _NUM_STEPS:
             _register_hook()
             _ACTIVE.add(self)
+
+    def suspend(self) -> None:
+        """Check no further step until `watch`: those that follow are of another run."""
+        _ACTIVE.discard(self)
 
     def record_autocast(self) -> None:
         """Record that the script itself uses the autocast context."""
@@ -87,7 +106,7 @@ class BypassCheck:
         if (
             prepared is not None
             and prepared.is_stepping
-            and self._seen.get(prepared, (0,))[0] == prepared.steps
+            and self._seen.get(prepared, _Seen()).cycles == prepared.steps
         ):
             return  # another group of the same step
         self._steps += 1
@@ -104,19 +123,42 @@ class BypassCheck:
             if self._trains_prepared_model(optimizer):
                 self._warn_of_optimizer(kind, "it is not prepared", "Give it to prepare()")
             return
-        cycles, passes = self._seen.get(prepared, (0, 0))
-        self._seen[prepared] = prepared.steps, self._accumulation.num_backward
-        if prepared.steps == cycles:
+        before, passes = self._seen.get(prepared, _Seen()), self._accumulation.num_backward
+        has_gradients = has_closure or _has_gradients(optimizer)
+        is_unrelated = passes > 0 and not (has_gradients or self._trains_prepared_model(prepared))
+        self._seen[prepared] = seen = _Seen(
+            prepared.steps,
+            passes,
+            before.singles + 1 if passes == before.passes + 1 else 0,
+            before.unrelated + 1 if is_unrelated else 0,
+        )
+        if prepared.steps == before.cycles:
             self._warn_of_optimizer(
                 kind, "its own step() is called", "Call that of the optimizer that prepare() returned"
             )
-        elif self._accumulation.num_backward == passes and not has_closure and _has_gradients(optimizer):
+        elif passes == before.passes and not has_closure and has_gradients:
             self._warn_of_backward(kind)
+        elif seen.singles == _NUM_ALIKE and not self._accumulation.is_controlled:
+            self._warn_of_missing_cycles(kind)
+        elif seen.unrelated == _NUM_ALIKE and self._models:
+            self._warn(
+                "unrelated",
+                f"the steps of {kind} change nothing",
+                "its parameters have no gradients and belong to no prepared model, so they are those of a copy, or of a model that "
+                "was replaced after the optimizer was created",
+                "Create the optimizer from the parameters of the model that is trained, and give both to prepare()",
+            )
         self._check_schedulers(prepared)
 
     def _trains_prepared_model(self, optimizer: torch.optim.Optimizer) -> bool:
         trained = {parameter for model in self._models for parameter in model.parameters()}
-        return any(parameter in trained for group in optimizer.param_groups for parameter in group["params"])
+        parameters = (
+            optimizer.parameters
+            if isinstance(optimizer, PreparedOptimizer)
+            else [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        )
+        # Sharded parameters are replaced while they are gathered; a strategy that shards refuses others itself.
+        return any(parameter in trained or hasattr(parameter, "device_mesh") for parameter in parameters)
 
     def _warn_of_optimizer(self, kind: str, how: str, cure: str) -> None:
         effects = []
@@ -139,6 +181,17 @@ class BypassCheck:
                 f"the gradients in the step of {kind} are {', and '.join(effects)}",
                 "accelerator.backward() did not compute them",
                 "Call accelerator.backward(loss) in place of loss.backward()",
+            )
+
+    def _warn_of_missing_cycles(self, kind: str) -> None:
+        """Warn if a script requests accumulation, and steps after each backward pass without a word about cycles."""
+        if (steps := self._accumulation.steps) > 1:
+            part = "" if self._accumulation.weighted else f", with 1/{steps} of its gradients"
+            self._warn(
+                "cycles",
+                f"{kind} steps in every micro-batch, not once in {steps}{part}",
+                f"gradient_accumulation_steps is {steps}, but no accumulate() marks the micro-batches",
+                "Run each training step inside `with accelerator.accumulate(model):`, or remove gradient_accumulation_steps",
             )
 
     def _check_schedulers(self, prepared: PreparedOptimizer) -> None:

@@ -78,6 +78,10 @@ class LossScaler(torch.amp.GradScaler):
             return True
         self._check_scaled()
         state = self._gradients[optimizer]
+        if next(_parameters_with_gradients([optimizer]), None) is None:
+            optimizer.step()  # nothing to unscale, for which torch has an error
+            self._finish(state)
+            return True
         if state.is_finished:  # a second step with the same gradients
             self._update_if_examined()
         if state.is_unscaled and not state.is_examined:

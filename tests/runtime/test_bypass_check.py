@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -137,3 +138,149 @@ def test_a_scheduler_of_epochs_and_a_closure_are_not_reported(alone):
         return messages
 
     assert alone.run(epochs) == [[]]
+
+
+# Accumulation without `accumulate` ----------------------------------------------------------
+
+
+def count_step(accelerator, model, optimizer, *, steps=True, weight=None):
+    accelerator.backward(model(torch.ones(1, 2)).sum(), weight=weight)
+    if steps:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_each_batch(accelerator, model, optimizer):
+    for _ in range(4):
+        count_step(accelerator, model, optimizer)
+
+
+def step_each_batch_with_weights(accelerator, model, optimizer):
+    for _ in range(4):
+        count_step(accelerator, model, optimizer, weight=2)
+
+
+def accumulate_by_a_condition(accelerator, model, optimizer):
+    for _ in range(2):
+        for number in range(1, 6):  # the last cycle of an epoch has one micro-batch
+            count_step(accelerator, model, optimizer, steps=number % 4 == 0 or number == 5)
+
+
+def accumulate_by_another_condition(accelerator, model, optimizer):
+    for number in range(9):
+        count_step(accelerator, model, optimizer, steps=number % 4 == 0)
+
+
+def accumulate_by_no_sync(accelerator, model, optimizer):
+    for _ in range(4):
+        with accelerator.no_sync(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+        count_step(accelerator, model, optimizer)
+
+
+def set_the_end_of_cycles(accelerator, model, optimizer):
+    for number in range(4):
+        accelerator.gradient_state.sync_gradients = number % 2 == 1
+        count_step(accelerator, model, optimizer)
+
+
+def accumulate_before_a_warm_up(accelerator, model, optimizer):
+    with accelerator.accumulate(model):
+        count_step(accelerator, model, optimizer)
+    step_each_batch(accelerator, model, optimizer)
+
+
+def collect_warnings(loop, steps=4):
+    with collect_messages("accel_runtime") as messages:
+        accelerator = Accelerator(gradient_accumulation_steps=steps)
+        model = nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
+        loop(accelerator, model, optimizer)
+        accelerator.free_memory()
+    return [message for message in messages if "Ranks 0 and 1 train on the same batch" not in message]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("loop", "part"),
+    [(step_each_batch, ", with 1/4 of its gradients, at"), (step_each_batch_with_weights, ", at")],
+)
+def test_steps_after_each_backward_without_accumulate_are_reported_once(clusters, size, loop, part):
+    messages, *others = clusters[size].run(lambda: collect_warnings(loop))
+    (message,) = messages
+    assert message.startswith(f"SGD steps in every micro-batch, not once in 4{part}")
+    assert "inside `with accelerator.accumulate(model):`, or remove gradient_accumulation_steps." in message
+    assert all(other == [] for other in others)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        accumulate_by_a_condition,
+        accumulate_by_another_condition,
+        accumulate_by_no_sync,
+        set_the_end_of_cycles,
+        accumulate_before_a_warm_up,
+    ],
+)
+def test_a_script_with_cycles_of_its_own_is_not_reported(alone, loop):
+    assert alone.run(lambda: collect_warnings(loop)) == [[]]
+
+
+def test_steps_after_each_backward_without_accumulation_are_not_reported(alone):
+    assert alone.run(lambda: collect_warnings(step_each_batch, steps=1)) == [[]]
+
+
+# Optimizers of other parameters -------------------------------------------------------------
+
+
+def train_with_optimizer_of(
+    parameters, *, mixed_precision="no", prepared_first=False, adds_temperature=False
+):
+    with collect_messages("accel_runtime") as messages:
+        accelerator = Accelerator(mixed_precision=mixed_precision)
+        torch.manual_seed(0)
+        model, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(()))
+        optimizer = torch.optim.SGD(parameters(model, temperature), 0.01)
+        if prepared_first:
+            optimizer = accelerator.prepare(optimizer)
+            model = accelerator.prepare(model)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        for number in range(4):
+            loss = model(torch.ones(1, 2)).square().sum()
+            accelerator.backward(loss * temperature if adds_temperature else loss)
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory()
+    return [message for message in messages if "Ranks 0 and 1 train on the same batch" not in message]
+
+
+def parameters_of_a_copy(model, _):
+    return copy.deepcopy(model).parameters()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_an_optimizer_of_another_model_is_reported_once(clusters, size, mixed_precision):
+    messages, *others = clusters[size].run(
+        lambda: train_with_optimizer_of(parameters_of_a_copy, mixed_precision=mixed_precision)
+    )
+    (message,) = messages
+    assert message.startswith("The steps of SGD change nothing, at test_bypass_check.py:")
+    assert "Create the optimizer from the parameters of the model that is trained" in message
+    assert all(other == [] for other in others)
+
+
+@pytest.mark.parametrize("prepared_first", [False, True])
+@pytest.mark.parametrize("trains", ["model", "temperature"])
+def test_an_optimizer_of_parameters_that_are_trained_is_not_reported(alone, trains, prepared_first):
+    def run():
+        return train_with_optimizer_of(
+            lambda model, temperature: model.parameters() if trains == "model" else [temperature],
+            prepared_first=prepared_first,
+            adds_temperature=trains == "temperature",
+        )
+
+    assert alone.run(run) == [[]]

@@ -92,6 +92,30 @@ def test_steps_are_skipped_until_the_scale_fits_and_the_others_are_those_of_one_
         torch.testing.assert_close(weights, expected, atol=2**-9, rtol=2**-9)
 
 
+@pytest.mark.parametrize("layout", STAGES)
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+def test_an_overflow_halves_the_scale_although_the_script_leaves_out_the_step(
+    clusters, configure, layout, clears
+):
+    def run(layout, file):
+        accelerator, model, optimizer = start(layout, file)
+        scale, records = accelerator._run.strategy._scale, []
+        for rows in split(accelerator, 6):
+            accelerator.backward(loss_of(model, rows))
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            if torch.isfinite(norm):
+                optimizer.step()
+            (optimizer if clears == "optimizer" else model).zero_grad()
+            records.append((bool(torch.isfinite(norm)), scale.value))
+        return records
+
+    for records in clusters[2].run(run, layout, configure(initial_scale_power=16, loss_scale_window=100)):
+        finite = [each for each, _ in records]
+        assert finite == sorted(finite)
+        assert 0 < sum(finite) < len(finite)
+        assert records[-1][1] == 2.0 ** (16 - finite.count(False))
+
+
 def test_the_scale_continues_from_a_checkpoint(clusters, configure, tmp_path):
     def run(file, folder, *, loads):
         accelerator, model, optimizer = start("stage 2", file)

@@ -60,6 +60,8 @@ class Engine:
         self._divisors: dict[nn.Parameter, torch.Tensor] = {}
         """Divisor of the gradients by the first parameter that it was set for; the groups of one engine have equal ones."""
         self._clip_factor: torch.Tensor | None = None
+        self._norm: torch.Tensor | None = None
+        """The norm of the final gradients; None until it is computed."""
         for parameter in self.trained:
             parameter.register_hook(partial(self._record, parameter))  # type: ignore[no-untyped-call]
 
@@ -160,7 +162,8 @@ class Engine:
         if not self._is_complete:
             return self.sharded.compute_unfinished_norm() / self._read_divisor()
         self._finish()
-        return self.sharded.compute_norm() / self._read_divisor()
+        self._norm = self.sharded.compute_norm()
+        return self._norm / self._read_divisor()
 
     def step(self, loss_scale: float = 1.0) -> None:
         """Step with the gradients of the cycle, if there are any, divided by the scale of the loss; collective."""
@@ -176,6 +179,10 @@ class Engine:
         self.was_skipped = not self.sharded.step(self._read_divisor() * loss_scale, reached)
         self._forget()
         self._uncleared.update(reached)
+
+    def read_overflow(self) -> bool | None:
+        """Return whether the gradients that a step would use are not finite; None if nothing has read their norm."""
+        return None if self._norm is None else not bool(self._norm.isfinite())
 
     @property
     def has_gradients(self) -> bool:
@@ -221,5 +228,5 @@ class Engine:
     def _forget(self) -> None:
         self._has_gradients = self._is_final = self._continues = False
         self._divisors.clear()
-        self._clip_factor = None
+        self._clip_factor = self._norm = None
         self.versions.clear()

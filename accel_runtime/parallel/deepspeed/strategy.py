@@ -481,12 +481,19 @@ class Zero(Strategy):
         if engine is None:
             super().zero_grad(optimizer, set_to_none=set_to_none)
         else:
+            self._record_left_out_step(engine)
             engine.clear_gradients()
+
+    def _record_left_out_step(self, engine: Engine) -> None:
+        """Update the scale by gradients that the script has read the norm of, and clears without a step."""
+        if self._scale is not None and (overflow := engine.read_overflow()) is not None:
+            self._scale.record_step(engine.optimizer, self._engines, skipped=overflow)
 
     def _clear_model(self, model: nn.Module) -> None:
         parameters = set(model.parameters())
         for engine in self._engines.values():
             if not parameters.isdisjoint(engine.parameters):
+                self._record_left_out_step(engine)
                 engine.clear_part(parameters)
 
     # State -----------------------------------------------------------------------------
