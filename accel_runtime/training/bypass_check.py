@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_runtime.environment.call_sites import call_site
+from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import TORCH
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -120,23 +121,21 @@ class BypassCheck:
                 "Give the model to prepare(), or use accelerator.autocast()",
             )
         if prepared is None:
-            if self._trains_prepared_model(optimizer):
+            if self._trains_prepared_model(p for group in optimizer.param_groups for p in group["params"]):
                 self._warn_of_optimizer(kind, "it is not prepared", "Give it to prepare()")
             return
         before, passes = self._seen.get(prepared, _Seen()), self._accumulation.num_backward
-        has_gradients = has_closure or _has_gradients(optimizer)
-        is_unrelated = passes > 0 and not (has_gradients or self._trains_prepared_model(prepared))
         self._seen[prepared] = seen = _Seen(
             prepared.steps,
             passes,
             before.singles + 1 if passes == before.passes + 1 else 0,
-            before.unrelated + 1 if is_unrelated else 0,
+            before.unrelated + 1 if passes and not has_closure and self._is_unrelated(prepared) else 0,
         )
         if prepared.steps == before.cycles:
             self._warn_of_optimizer(
                 kind, "its own step() is called", "Call that of the optimizer that prepare() returned"
             )
-        elif passes == before.passes and not has_closure and has_gradients:
+        elif passes == before.passes and not has_closure and _has_gradients(optimizer):
             self._warn_of_backward(kind)
         elif seen.singles == _NUM_ALIKE and not self._accumulation.is_controlled:
             self._warn_of_missing_cycles(kind)
@@ -150,15 +149,17 @@ class BypassCheck:
             )
         self._check_schedulers(prepared)
 
-    def _trains_prepared_model(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _trains_prepared_model(self, parameters: Iterable[torch.Tensor]) -> bool:
         trained = {parameter for model in self._models for parameter in model.parameters()}
-        parameters = (
-            optimizer.parameters
-            if isinstance(optimizer, PreparedOptimizer)
-            else [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return any(parameter in trained for parameter in parameters)
+
+    def _is_unrelated(self, prepared: PreparedOptimizer) -> bool:
+        """Return whether no parameter of a prepared optimizer has a gradient, or belongs to a prepared model."""
+        parameters = prepared.parameters
+        # Sharded parameters are replaced while they are gathered; the strategy that shards refuses others itself.
+        return not (
+            _has_gradients(prepared) or has_dtensor(parameters) or self._trains_prepared_model(parameters)
         )
-        # Sharded parameters are replaced while they are gathered; a strategy that shards refuses others itself.
-        return any(parameter in trained or hasattr(parameter, "device_mesh") for parameter in parameters)
 
     def _warn_of_optimizer(self, kind: str, how: str, cure: str) -> None:
         effects = []

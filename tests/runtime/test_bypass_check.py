@@ -180,7 +180,7 @@ def accumulate_by_no_sync(accelerator, model, optimizer):
 
 def set_the_end_of_cycles(accelerator, model, optimizer):
     for number in range(4):
-        accelerator.gradient_state.sync_gradients = number % 2 == 1
+        accelerator.sync_gradients = number % 2 == 1
         count_step(accelerator, model, optimizer)
 
 
