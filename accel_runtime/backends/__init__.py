@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accel_runtime.backends.accelerate_state import share_backend
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.device_runtime import DeviceRuntime
-from accel_runtime.backends.distributed import DistributedBackend
+from accel_runtime.backends.distributed import DistributedBackend, SingleRank, check_process_group
 from accel_runtime.backends.single import Single
 from accel_runtime.environment.settings import Settings, check_layout
 from accel_runtime.environment.topology import Topology
@@ -48,7 +48,8 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         options: Arguments for `init_process_group`, which override `settings`.
 
     Raises:
-        RuntimeError: The device is not available, or ranks share it over a backend that cannot.
+        RuntimeError: The device is not available, ranks share it over a backend that cannot, or the script's process group has
+            another rank or size.
         ValueError: The sharding does not fit the processes or the device.
     """
     check_layout(settings.parallel, settings.fully_shard, topology.world_size)
@@ -71,13 +72,18 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 
         return xla.connect(settings, topology, options or {})
+    check_process_group(topology)
     backend = (options or {}).get("backend") or settings.process_group_backend
     device = _select_device(settings.device, topology, backend)
     runtime = DeviceRuntime(device)
     # Shards need the collectives of torch on one process too.
-    if topology.launched or not settings.parallel.plain or settings.deepspeed.is_used:
+    if topology.world_size > 1 or not settings.parallel.plain or settings.deepspeed.is_used:
         return DistributedBackend(topology, runtime, settings, options or {})
-    return Single(topology, runtime)
+    return (
+        SingleRank(topology, runtime, settings, options or {})
+        if topology.launched
+        else Single(topology, runtime)
+    )
 
 
 def _select_device(requested: str, topology: Topology, backend: str) -> torch.device:

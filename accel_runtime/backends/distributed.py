@@ -6,12 +6,14 @@ import atexit
 import functools
 import importlib
 import itertools
+import logging
 import multiprocessing
 import os
 import socket
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -30,8 +32,9 @@ from accel_runtime.backends.arrivals import (
 )
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.device_runtime import DeviceRuntime
+from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
-from accel_runtime.collectives.stalls import rank_monitor_of
+from accel_runtime.collectives.stalls import RankMonitor, rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
 from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import Settings
@@ -50,8 +53,10 @@ from accel_runtime.foundation.torch_internals import (
 __all__ = [
     "REDUCE_OPS",
     "DistributedBackend",
+    "SingleRank",
     "StoreBackend",
     "check_gpus_differ",
+    "check_process_group",
 ]
 
 REDUCE_OPS = {
@@ -103,55 +108,44 @@ def wait_for_threads_before_fork() -> None:
         os.register_at_fork(before=lambda: wait_for_threads(PAUSE_S, _FORK_PATIENCE_S))
 
 
+_LOG = logging.getLogger("accel_runtime.backends")
 _SMDDP = "smddp"
 _SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
 # torch has one default process group per process; the first of two Accelerators to end must not destroy it.
-_USERS: WeakSet[DistributedBackend] = WeakSet()
+_USERS: WeakSet[Backend] = WeakSet()
+_CREATED_WITH: dict[str, Any] = {}
+"""Options of the Accelerator that created it."""
+
+
+class SingleRank(Single):
+    """The backend of the only rank of a launcher, which makes no collective.
+
+    Its process group is for calls of the script, such as `torch.distributed.barrier()`, which need one on several processes.
+    """
+
+    def __init__(
+        self, topology: Topology, runtime: DeviceRuntime, settings: Settings, options: dict[str, Any]
+    ) -> None:
+        super().__init__(topology, runtime)
+        _join_process_group(self, topology, runtime.device, settings, options)
+
+    @override
+    def close(self) -> None:
+        _leave_process_group(self)
 
 
 class DistributedBackend(StoreBackend):
-    """The backend of a process that a launcher started with others.
+    """The backend of a process that a launcher started with others, or that shards models alone.
 
-    A process group of the script is used as it is and never destroyed. CPU tensors use a group of their own, separate from
-    the collectives of DDP and of the script.
+    CPU tensors use a group of their own, separate from the collectives of DDP and of the script.
     """
 
     def __init__(
         self, topology: Topology, runtime: DeviceRuntime, settings: Settings, options: dict[str, Any]
     ) -> None:
         device = runtime.device
-        timeout = timedelta(seconds=settings.process_group_timeout)
-        group_options: dict[str, Any] = {
-            "backend": _group_backend(settings, device),
-            "timeout": timeout,
-        } | options
-        if not topology.launched:
-            # A single process that shards models.
-            group_options |= {"store": HashStore(), "rank": 0, "world_size": 1}
-        if not dist.is_initialized():
-            _check_is_rank(topology)
-            if group_options["backend"] == _SMDDP:
-                _register_smddp(device)
-            if topology.launched and not group_options.keys() & {"store", "init_method"}:
-                with report_missing_ranks(topology):
-                    group_options |= {
-                        "store": _open_group_store(topology, group_options["timeout"] or timeout),
-                        "rank": topology.rank,
-                        "world_size": topology.world_size,
-                    }
-                    dist.init_process_group(**group_options)
-            else:
-                dist.init_process_group(**group_options)
-            if topology.launched:
-                record_rank_process()
-            atexit.register(_destroy_process_group)
-            _USERS.clear()
-            _USERS.add(self)
-        elif _USERS:
-            _USERS.add(self)
-        wait_for_threads_before_fork()
-        patience = group_options["timeout"] or timeout
+        patience = _join_process_group(self, topology, device, settings, options)
         self._one_machine = topology.local_world_size == topology.world_size
         self._control, transport = connect_group(
             dist.group.WORLD, "control", patience, one_machine=self._one_machine
@@ -250,12 +244,89 @@ class DistributedBackend(StoreBackend):
 
     @override
     def close(self) -> None:
-        if self in _USERS:
-            _USERS.remove(self)
-            if not _USERS:
-                if self.rank_monitor is not None:
-                    self.rank_monitor.service.close()
-                _destroy_process_group()
+        _leave_process_group(self, self.rank_monitor)
+
+
+def _join_process_group(
+    user: Backend, topology: Topology, device: torch.device, settings: Settings, options: dict[str, Any]
+) -> timedelta:
+    """Create the default process group unless it exists, and return the timeout of accel's own exchanges in it.
+
+    A process group of the script is used as it is and never destroyed.
+
+    Args:
+        user: The backend that needs the group; it ends with the last one.
+        topology: Rank and world size of this process.
+        device: The device of this process.
+        settings: The settings of the launcher.
+        options: Arguments for `init_process_group`, which override `settings`.
+    """
+    timeout = timedelta(seconds=settings.process_group_timeout)
+    arguments: dict[str, Any] = {"backend": _group_backend(settings, device), "timeout": timeout} | options
+    if not dist.is_initialized():
+        _check_is_rank(topology)
+        if arguments["backend"] == _SMDDP:
+            _register_smddp(device)
+        is_located = bool(arguments.keys() & {"store", "init_method"})
+        with nullcontext() if is_located else report_missing_ranks(topology):
+            if not is_located:
+                # One rank needs no port, which another process could have taken.
+                is_alone = topology.world_size == 1
+                store = (
+                    HashStore() if is_alone else _open_group_store(topology, arguments["timeout"] or timeout)
+                )
+                arguments |= {"store": store, "rank": topology.rank, "world_size": topology.world_size}
+            dist.init_process_group(**arguments)
+        if topology.world_size > 1:
+            record_rank_process()
+        atexit.register(_destroy_process_group)
+        _CREATED_WITH.clear()
+        _CREATED_WITH.update(options)
+        _USERS.clear()
+        _USERS.add(user)
+    else:
+        if _USERS:
+            _USERS.add(user)
+        _report_late_options(options)
+    wait_for_threads_before_fork()
+    return arguments["timeout"] or timeout
+
+
+def _report_late_options(options: Mapping[str, Any]) -> None:
+    """Warn of options of a process group that exists already, unless it was created with them."""
+    late = [name for name, value in options.items() if not (_USERS and _CREATED_WITH.get(name) == value)]
+    if late and not dist.get_rank():
+        creator = "an earlier Accelerator or PartialState" if _USERS else "init_process_group() of the script"
+        _LOG.warning(
+            "%s of InitProcessGroupKwargs has no effect: %s has created the process group. Pass it there.",
+            " and ".join(late),
+            creator,
+        )
+
+
+def check_process_group(topology: Topology) -> None:
+    """Raise RuntimeError if the process group of the script has another rank or size than the variables of this process."""
+    if not dist.is_initialized():
+        return
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (rank, size) == (topology.rank, topology.world_size):
+        return
+    source = "RANK and WORLD_SIZE say" if topology.launched else "no RANK and WORLD_SIZE are set, which means"
+    raise RuntimeError(
+        f"Cannot connect the processes: init_process_group() of the script made this process rank {rank} of {size}, but {source} "
+        f"rank {topology.rank} of {topology.world_size}. Remove init_process_group() and start the script with `accel launch`, or set "
+        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT before it."
+    )
+
+
+def _leave_process_group(user: Backend, monitor: RankMonitor | None = None) -> None:
+    """Destroy the process group if `user` is the last backend that uses it, and accel has created it; end its monitor first."""
+    if user in _USERS:
+        _USERS.remove(user)
+        if not _USERS:
+            if monitor is not None:
+                monitor.service.close()
+            _destroy_process_group()
 
 
 def _check_is_rank(topology: Topology) -> None:
@@ -263,7 +334,7 @@ def _check_is_rank(topology: Topology) -> None:
 
     Such a child imports the script again, or is a data loader worker.
     """
-    if not topology.launched:
+    if topology.world_size == 1:
         return
     # multiprocessing refuses to start processes by this attribute too (Python 3.11).
     if getattr(multiprocessing.current_process(), "_inheriting", False):

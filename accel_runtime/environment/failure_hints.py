@@ -46,6 +46,13 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"initialize the default process group twice"),
+        (
+            "the first Accelerator() or PartialState() connects the processes, unless they are connected already. Remove "
+            "init_process_group(), or call it before them"
+        ),
+    ),
+    (
         re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
         "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
     ),

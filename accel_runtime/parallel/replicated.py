@@ -318,8 +318,8 @@ class Replicated(Strategy):
     def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
         # DDP refuses a model without trainable parameters.
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
-        launched = self.backend.topology.launched
-        if not launched or isinstance(model, DistributedDataParallel) or not is_trainable:
+        is_alone = self.backend.topology.world_size == 1
+        if is_alone or isinstance(model, DistributedDataParallel) or not is_trainable:
             return model
         return wrap_in_ddp(model, self.backend.device, ddp_options, self.explain_error)
 

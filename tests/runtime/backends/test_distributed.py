@@ -82,6 +82,61 @@ def test_a_process_group_of_the_script_is_used_and_not_destroyed(printed):
     assert printed(INSPECT + code) == ["11.0 True", "is there"]
 
 
+ONLY_RANK = """
+from torch import nn
+model = nn.Linear(2, 1)
+accelerator = Accelerator()
+model = accelerator.prepare(model)
+print(type(model).__name__, accelerator.distributed_type.value)
+before = dist.group.WORLD._get_sequence_number_for_group()
+with accelerator.accumulate(model), accelerator.join_uneven_inputs([model]):
+    accelerator.backward(accelerator.gather(model(torch.ones(3, 2))).sum())
+accelerator.wait_for_everyone()
+print(dist.group.WORLD._get_sequence_number_for_group() - before, "collectives")
+total, items = torch.ones(2), [None]
+dist.barrier()
+dist.all_reduce(total)
+dist.all_gather_object(items, "item")
+print(dist.get_rank(), dist.get_world_size(), dist.get_backend(), total.tolist(), items)
+"""
+
+
+def test_the_only_rank_of_a_launcher_trains_the_plain_model_and_has_a_process_group_without_a_port(run):
+    # An address that no process could listen at.
+    out, errors, _ = run("import os; os.environ['MASTER_ADDR'] = 'host.invalid'\n" + INSPECT + ONLY_RANK)
+    assert (out.splitlines(), errors) == (
+        ["Linear NO", "0 collectives", "0 1 gloo [1.0, 1.0] ['item']", "is gone"],
+        "",
+    )
+
+
+def test_options_of_a_process_group_that_exists_are_reported(run):
+    out, errors, _ = run(
+        INSPECT
+        + "short, long = (InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=s)) for s in (7, 900))\n"
+        "for options in (short, short, long): Accelerator(kwargs_handlers=[options])\n"
+        "print(seconds())"
+    )
+    assert out.splitlines() == ["7.0", "is gone"]
+    assert errors.count("\n") == 1
+    assert "timeout of InitProcessGroupKwargs has no effect: an earlier Accelerator" in errors
+
+
+def test_a_process_group_of_the_script_with_other_ranks_is_refused(pair):
+    def connect():
+        Accelerator()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                patch.delenv(name)
+            with pytest.raises(RuntimeError, match="Cannot connect the processes") as refused:
+                Accelerator()
+        return str(refused.value)
+
+    messages = pair.run(connect)
+    assert ["made this process rank 1 of 2, but no RANK" in message for message in messages] == [False, True]
+    assert all("rank 0 of 1. Remove init_process_group()" in message for message in messages)
+
+
 # A stub: SageMaker's library exists only in its images. It registers a backend with torch on import.
 STAND_IN = """
 import sys, types, torch.distributed as dist

@@ -20,6 +20,11 @@ def test_an_error_of_a_device_leads_to_its_page(text, hint):
     assert hint in find_hint(text)
 
 
+def test_a_second_process_group_of_the_script_leads_to_its_removal():
+    error = "ValueError: trying to initialize the default process group twice!"
+    assert "Remove init_process_group()" in find_hint(error)
+
+
 def test_a_missing_package_is_reported_with_the_python_that_lacks_it(tmp_path, monkeypatch):
     (tmp_path / "python").write_text("")
     (tmp_path / "python").chmod(0o755)
