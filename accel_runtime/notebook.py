@@ -39,6 +39,7 @@ from accel_runtime.compat.environment import patch_environment
 from accel_runtime.environment.heartbeat import reset_heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.foundation.keywords import check_keywords_of
 from accel_runtime.foundation.torch_internals import TCPStore
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
@@ -64,6 +65,7 @@ class _ProcessGroupSpec(NamedTuple):
     port: int
 
 
+@check_keywords_of
 def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -147,6 +149,7 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
     _run(function, args, _ProcessGroupSpec(num_processes, node_rank, num_nodes, host, port), settings)
 
 
+@check_keywords_of
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run a function on several processes of this machine, on the CPU, to debug it.
 

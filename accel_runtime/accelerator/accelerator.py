@@ -40,6 +40,7 @@ from accel_runtime.environment.heartbeat import Heartbeat, enable_progress, hear
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.export import objects
+from accel_runtime.foundation.keywords import check_keywords_of_methods
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -76,6 +77,7 @@ _LOG = logging.getLogger("accel_runtime.environment")
 _OPTIONS_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.options"))
 
 
+@check_keywords_of_methods
 class Accelerator(ProcessMethods):
     """Run a training loop on any number of processes and devices.
 
@@ -212,8 +214,8 @@ class Accelerator(ProcessMethods):
 
         Raises:
             MismatchError: If the ranks prepare different objects: another dataset length, batch size, sampler, dtype, ...
-            ValueError: If a loader cannot be sharded exactly, `len(device_placement) != len(objects)`, or the loss scaler
-                cannot train the parameters.
+            ValueError: If a loader cannot be sharded exactly, `len(device_placement) != len(objects)`, the loss scaler
+                cannot train the parameters, or the results are assigned in another order.
         """
         return self._preparation.prepare(objects, device_placement)
 

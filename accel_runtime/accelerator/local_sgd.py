@@ -11,6 +11,7 @@ from torch import nn
 from typing_extensions import Self
 
 from accel_runtime.backends.tensors import reduce
+from accel_runtime.foundation.keywords import check_keywords_of
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator.accelerator import Accelerator
@@ -34,6 +35,7 @@ class LocalSGD:
         ValueError: `local_sgd_steps` is below 1.
     """
 
+    @check_keywords_of
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:

@@ -20,6 +20,7 @@ from torch import Generator
 from accel_runtime.backends import current_data_rank, seed_device
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.text import encode_text
+from accel_runtime.foundation.keywords import check_keywords_of
 from accel_runtime.storage.schema import Count, Rule
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 
+@check_keywords_of
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python, NumPy (if it is loaded) and torch on every device.
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from accel_runtime.foundation.keywords import check_keywords, list_keywords
+
 __all__ = ["Signature", "add_arguments", "collective", "get_signature"]
 
 _P = ParamSpec("_P")
@@ -56,10 +58,12 @@ def collective(*rank_local: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R
     """
 
     def mark(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = _read_signature(function, rank_local)
+        signature, known = _read_signature(function, rank_local), list_keywords(function)
 
         @functools.wraps(function)
         def call(*args: _P.args, **options: _P.kwargs) -> _R:
+            if options and known is not None:
+                check_keywords(function.__name__, options, known)
             outer, _CURRENT.call = _CURRENT.call, (signature, args, options)
             try:
                 return function(*args, **options)

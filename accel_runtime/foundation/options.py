@@ -13,10 +13,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from accel_runtime.environment.locations import StoreURL, is_url, normalize_location
 from accel_runtime.environment.settings import find_nearest
+from accel_runtime.foundation.keywords import check_keywords, list_keywords
 
 __all__ = [
     "RNG_TYPES",
@@ -90,6 +91,13 @@ class Configuration:
 
     # A slot keeps `vars()`, which scripts print, copy and send, free of anything but fields.
     __slots__ = ("_frozen",)
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Return an object without fields; raise TypeError if a keyword does not exist."""
+        known = list_keywords(cls.__init__) if options else None
+        if known is not None:
+            check_keywords(cls.__name__, options, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_switches()

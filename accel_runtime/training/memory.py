@@ -14,6 +14,7 @@ import torch
 from accel_runtime.backends import current_backend
 from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import StallError
+from accel_runtime.foundation.keywords import check_keywords_of
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
@@ -62,6 +63,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
+@check_keywords_of
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

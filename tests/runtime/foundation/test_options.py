@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,8 +10,17 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_runtime import (
+    Accelerator,
+    DeepSpeedPlugin,
+    PartialState,
+    ProjectConfiguration,
+    notebook_launcher,
+    set_seed,
+)
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -49,6 +59,44 @@ def test_every_field_is_a_parameter_of_torch_with_the_same_default(kind, target)
         assert torch_parameters[name].default in {parameter.default, None}, (
             name
         )  # None is "torch decides", on what we say
+
+
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda: Accelerator(gradient_accumulation=4), "Did you mean gradient_accumulation_steps?"),
+        (lambda: Accelerator(unrelated=4), "Its arguments are cpu, dataloader_config, "),
+        (lambda: ProjectConfiguration(total_limits=2), "Did you mean total_limit?"),
+        (lambda: DeepSpeedPlugin(zero_stages=2), "Did you mean zero_stage?"),
+        (lambda: InitProcessGroupKwargs(time_out=3), "Did you mean timeout?"),
+        (lambda: PartialState(time_out=3), "Did you mean timeout?"),
+        (lambda: Accelerator().prepare(device_placements=[True]), "Did you mean device_placement?"),
+        (
+            lambda: Accelerator().prepare_model(nn.Linear(2, 1), evaluation=True),
+            "Did you mean evaluation_mode?",
+        ),
+        (lambda: Accelerator().save_state(outputdir="x"), "Did you mean output_dir?"),
+        (lambda: notebook_launcher(print, num_process=1), "Did you mean num_processes?"),
+        (lambda: set_seed(1, device_specifics=True), "Did you mean device_specific?"),
+    ],
+)
+def test_an_unknown_keyword_leads_to_the_argument_that_was_meant(call, cure):
+    with pytest.raises(TypeError, match=r"Cannot call \w+\(\) with \w+=: it has no such argument") as error:
+        call()
+    assert cure in str(error.value)
+
+
+def test_a_class_of_a_script_that_derives_from_a_configuration_has_its_own_arguments():
+    class Plugin(ProjectConfiguration):
+        def __init__(self, root):
+            super().__init__(project_dir=root)
+
+    class Anything(ProjectConfiguration):
+        def __init__(self, **options):
+            super().__init__(project_dir=options["root"])
+
+    assert copy.copy(Plugin(root="a")).project_dir == "a"
+    assert Anything(root="b", unknown=1).project_dir == "b"
 
 
 def test_find_handlers_returns_handlers_by_class():
