@@ -25,6 +25,7 @@ from accel_runtime.accelerator.description import Description, describe_run
 from accel_runtime.accelerator.exports import Exports
 from accel_runtime.accelerator.options import Arguments, RunOptions
 from accel_runtime.accelerator.preparation import Preparation
+from accel_runtime.accelerator.result_order import check_result_order
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.accelerator.training_steps import PREEMPTION, TrainingSteps
@@ -217,6 +218,8 @@ class Accelerator(ProcessMethods):
             ValueError: If a loader cannot be sharded exactly, `len(device_placement) != len(objects)`, the loss scaler
                 cannot train the parameters, or the results are assigned in another order.
         """
+        if len(objects) > 1:
+            check_result_order()
         return self._preparation.prepare(objects, device_placement)
 
     def prepare_model(

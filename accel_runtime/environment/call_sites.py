@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-__all__ = ["CallSite", "call_site", "call_site_of_frame", "user_call_sites"]
+__all__ = ["CallSite", "call_site", "call_site_of_frame", "find_user_frame", "user_call_sites"]
 
 _IGNORED = (f"{Path(__file__).parents[1]}/", contextlib.__file__)
 """accel, and the module between a context manager of accel and the script."""
@@ -30,10 +30,16 @@ def call_site(*libraries: str) -> CallSite:
     return call_site_of_frame(inspect.currentframe(), *libraries)
 
 
-def call_site_of_frame(frame: FrameType | None, *libraries: str) -> CallSite:
-    """Return the innermost line of a stack outside of accel, and of the directories of other libraries."""
+def find_user_frame(frame: FrameType | None, *libraries: str) -> FrameType | None:
+    """Return the innermost frame of a stack outside of accel, and of the directories of other libraries."""
     while frame is not None and frame.f_code.co_filename.startswith((*_IGNORED, *libraries)):
         frame = frame.f_back
+    return frame
+
+
+def call_site_of_frame(frame: FrameType | None, *libraries: str) -> CallSite:
+    """Return the innermost line of a stack outside of accel, and of the directories of other libraries."""
+    frame = find_user_frame(frame, *libraries)
     if frame is None:
         return CallSite("?", 0, "?")
     return _build_site(frame)

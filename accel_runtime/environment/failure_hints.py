@@ -53,6 +53,15 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(
+            r"'PreparedOptimizer' object is not (iterable|callable|subscriptable)|'PreparedLoader' object is not callable"
+        ),
+        (
+            "prepare() returns the objects in the order of its arguments: assign them in this order, as in model, optimizer, loader = "
+            "accelerator.prepare(model, optimizer, loader)"
+        ),
+    ),
+    (
         re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
         "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
     ),

@@ -25,6 +25,17 @@ def test_a_second_process_group_of_the_script_leads_to_its_removal():
     assert "Remove init_process_group()" in find_hint(error)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "TypeError: 'PreparedOptimizer' object is not iterable",
+        "TypeError: 'PreparedLoader' object is not callable",
+    ],
+)
+def test_a_result_of_prepare_that_is_used_as_another_leads_to_their_order(error):
+    assert "in the order of its arguments" in find_hint(error)
+
+
 def test_a_missing_package_is_reported_with_the_python_that_lacks_it(tmp_path, monkeypatch):
     (tmp_path / "python").write_text("")
     (tmp_path / "python").chmod(0o755)
