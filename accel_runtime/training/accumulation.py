@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin
 from accel_runtime.foundation.torch_internals import TORCH, version_of
 from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.storage.errors import format_names
 from accel_runtime.storage.schema import Count
 
 __all__ = ["Accumulation", "AveragingCheck", "CycleState", "FirstInput", "MicroBatch"]
@@ -378,6 +380,16 @@ class AveragingCheck:
                         self._backend.topology.world_size,
                         call_site(),
                     )
+                if (repeated := model.take_repeated_gradients()) and self._backend.topology.rank == 0:
+                    _GRADIENTS_LOG.warning(
+                        "Gradients of %s are averaged over the %d processes in part only, in backward() at %s: DDP averages the first "
+                        "gradient of a parameter, and %s received several, as activation checkpointing with use_reentrant=True does for "
+                        "layers that are used twice. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint.",
+                        type(model.original).__name__,
+                        self._backend.topology.world_size,
+                        call_site(),
+                        format_names(repeated, _MAX_NAMES),
+                    )
 
     def expect_averaging(self, prepared: nn.Module) -> None:
         """Record that the next backward pass averages the gradients of a model, whatever its forward pass was."""
@@ -442,11 +454,23 @@ class _Model:
         self._all_before: Sequence[_Version] = ()
         self._unexpected = 0
         self._warned = False
+        self._num_averaged = 0
+        self._has_repeats = False
+        self._counts: _GradientCounts | None = None
 
     def begin_backward(self) -> None:
         """Record the first gradient, or all of them if the model is not expected to receive any."""
+        self.take_repeated_gradients()  # of a pass that failed
         if self.passes.averaging:
             self._before = _version_of(self._first)
+            self._num_averaged += 1
+            # Counted in the passes 1, 2, 4, 8, ... only. A static graph is averaged after the last gradient of each parameter.
+            if not (
+                self._num_averaged & (self._num_averaged - 1)
+                or self._has_repeats
+                or self._prepared.static_graph
+            ):
+                self._counts = _GradientCounts(self._parameters)
             return
         if not self._prepared.require_backward_grad_sync:  # the script uses DDP's own no_sync
             return
@@ -466,6 +490,32 @@ class _Model:
             _version_of(parameter) != old for parameter, old in zip(self._parameters, before, strict=False)
         )
         return bool(before) and self._warned
+
+    def take_repeated_gradients(self) -> list[str]:
+        """Return the names of the parameters that received several gradients in the backward pass, if they were counted."""
+        counts, self._counts = self._counts, None
+        if counts is None:
+            return []
+        counts.remove()
+        repeated = [name for name, p in named_parameters(self.original) if counts.by_parameter[p] > 1]
+        self._has_repeats = bool(repeated)
+        return repeated
+
+
+class _GradientCounts:
+    """Counts the gradients that each parameter receives until `remove` is called."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.by_parameter = Counter[torch.Tensor]()
+        self._handles = [p.register_post_accumulate_grad_hook(self._count) for p in parameters]
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        self.by_parameter[parameter] += 1
+
+    def remove(self) -> None:
+        """Count no more."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def _version_of(parameter: nn.Parameter) -> _Version:

@@ -7,8 +7,14 @@ import torch
 from support.log_messages import collect_messages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, LocalSGD
+from accel_runtime import (
+    Accelerator,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    LocalSGD,
+)
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 
@@ -194,6 +200,59 @@ def train_without_prepare(**options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         run_step(accelerator, optimizer, model(draw_batch()).sum())
+
+
+class CheckpointedTwice(nn.Module):
+    """A model that uses a checkpointed layer twice."""
+
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self._use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=self._use_reentrant)
+        return x
+
+
+def train_checkpointed(use_reentrant, handlers):
+    """Train a checkpointed model on other data on each rank; return its reports and its first gradients."""
+    accelerator = Accelerator(kwargs_handlers=list(handlers))
+    torch.manual_seed(0)
+    model = CheckpointedTwice(use_reentrant=use_reentrant)
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    gradients = []
+
+    def train():
+        for _ in range(4):
+            x = torch.ones(3, 2) * (accelerator.process_index + 1)
+            accelerator.backward(prepared(x).pow(2).mean())
+            gradients.append(model.layer.weight.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return collect_reports(train), gradients[0]
+
+
+def test_a_layer_that_is_checkpointed_twice_by_reentrant_passes_is_reported_once(pair):
+    (reports, first), (others, second) = pair.run(train_checkpointed, True, [])
+    assert not torch.equal(first, second)
+    assert len(reports) == 1
+    assert "layer.weight, layer.bias received several" in reports[0]
+    assert "use_reentrant=False" in reports[0]
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "handlers"),
+    [(False, []), (True, [DistributedDataParallelKwargs(static_graph=True)])],
+    ids=["not reentrant", "static graph"],
+)
+def test_the_cures_of_a_layer_that_is_checkpointed_twice_average_its_gradients(pair, use_reentrant, handlers):
+    (reports, first), (_, second) = pair.run(train_checkpointed, use_reentrant, handlers)
+    assert torch.equal(first, second)
+    assert reports == []
 
 
 @pytest.mark.parametrize(
