@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import FrameType
 from typing import Any
 
+from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from typing_extensions import override
 
@@ -36,11 +39,12 @@ from accel_runtime.data.state import (
     PreshardedState,
     SourceState,
 )
+from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
-from accel_runtime.foundation.torch_internals import copy_attributes, copy_loader
+from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 
 __all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
@@ -48,6 +52,8 @@ __all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "ski
 
 _LOG = logging.getLogger("accel_runtime.data")
 _END = object()
+_LOCAL_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
+"""Layers whose statistics are those of one process; `SyncBatchNorm` is none of them."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ class PreparedLoader(DataLoader[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._backend.data_rank.world_size > 1:
+            _report_local_statistics(sys._getframe(1), self._backend)  # noqa: SLF001
         # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
         claimed = self._progress.claim_loaded()
         iterator = self._iterate_epoch(self._loops.capture_steps(), claimed)
@@ -473,6 +481,20 @@ class PreparedLoader(DataLoader[Any]):
         if name == "_source":
             raise AttributeError(name)
         return getattr(self._source.inner or self.dataset, name)
+
+
+def _report_local_statistics(frame: FrameType, backend: Backend) -> None:
+    """Warn if torch's `update_bn` begins to iterate over a prepared loader, in the frame that is given."""
+    if frame.f_code.co_name != "update_bn" or frame.f_globals.get("__name__") != "torch.optim.swa_utils":
+        return
+    layers = frame.f_locals["model"].modules()
+    if backend.topology.rank == 0 and any(isinstance(layer, _LOCAL_NORMS) for layer in layers):
+        _LOG.warning(
+            "update_bn() at %s gives each of the %d processes other statistics: its loader is prepared, so each process reads a part of "
+            "the data. Pass a loader that is not prepared and does not shuffle, and device=accelerator.device.",
+            call_site(TORCH),
+            backend.topology.world_size,
+        )
 
 
 def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) -> Iterator[Any]:

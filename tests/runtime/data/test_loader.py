@@ -17,6 +17,7 @@ from support.data_sets import (
     VariableBatchSampler,
 )
 from support.log_messages import collect_messages
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -585,3 +586,22 @@ def test_a_loader_is_freed_with_its_last_reference(ranks, kind, end):
             gc.enable()
 
     assert not any(ranks.run(count_left))
+
+
+def test_statistics_of_batch_norm_that_each_process_computes_alone_are_reported(pair):
+    def update(layer, prepares):
+        accelerator = Accelerator()
+        loader = DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2)
+        model = torch.nn.Sequential(layer)
+        with collect_messages("accel_runtime.data") as messages:
+            update_bn(accelerator.prepare(loader) if prepares else loader, model)
+        return messages, [tuple(buffer.tolist()) for buffer in layer.buffers() if buffer.dim()]
+
+    (reports, first), (others, second) = pair.run(update, torch.nn.BatchNorm1d(2), True)
+    assert first != second
+    assert len(reports) == 1
+    assert "Pass a loader that is not prepared" in reports[0]
+    assert others == []
+    (reports, first), (_, second) = pair.run(update, torch.nn.BatchNorm1d(2), False)
+    assert first == second
+    assert reports == []
