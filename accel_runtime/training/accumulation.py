@@ -507,7 +507,7 @@ class _GradientCounts:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.by_parameter = Counter[torch.Tensor]()
-        self._handles = [p.register_post_accumulate_grad_hook(self._count) for p in parameters]
+        self._handles = [p.register_post_accumulate_grad_hook(self._count) for p in parameters]  # type: ignore[no-untyped-call]
 
     def _count(self, parameter: torch.Tensor) -> None:
         self.by_parameter[parameter] += 1
