@@ -272,12 +272,8 @@ def test_only_listed_modules_read_the_environment():
     assert not [path for path in sorted(reads) if not path.startswith(READ_THE_ENVIRONMENT)]
 
 
-def test_every_module_has_a_docstring_and_at_most_600_lines():
+def test_every_module_has_a_docstring():
     assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(tree(path))]
-    lengths = {name(path): len(path.read_text().splitlines()) for path in [*CLI, *RUNTIME]}
-    # The facade has short methods and the documentation of all of them.
-    facade = {"accel_runtime/accelerator/accelerator.py"}
-    assert {path for path, length in lengths.items() if length > 600} <= facade
 
 
 LAYERS = {
