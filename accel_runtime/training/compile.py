@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from typing_extensions import override
 
+from accel_runtime.foundation.module_copies import copy_modules
 from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.options import Configuration, KwargsHandler
 from accel_runtime.foundation.torch_internals import compile_call, compile_like, is_compiled, uncompile_call
@@ -132,28 +133,21 @@ def uncompile(model: nn.Module) -> nn.Module:
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Return a copy of a model in which repeated blocks are compiled one by one, which is faster than all at once.
 
-    The copy has the parameters and buffers of the model, under the same names; the model itself is not changed.
+    The copy has the parameters and buffers of the model, under the same names, and methods that the instance has of its own; the
+    model itself is not changed.
 
     Args:
         module: A model; blocks are the modules of a `ModuleList` of one class. Without any, it is compiled as a whole.
         **compile_kwargs: Arguments of `torch.compile`.
+
+    Raises:
+        ValueError: The model is sharded or scripted, or a method of the instance runs it through a global variable.
     """
-    regions = set(_find_regions(module))
-    copies: dict[nn.Module, nn.Module] = {}
+    copies = copy_modules(module)
     codes: dict[type[nn.Module], CodeType] = {}
-
-    def copy(original: nn.Module) -> nn.Module:
-        if original not in copies:
-            copies[original] = new = type(original).__new__(type(original))
-            vars(new).update(vars(original))
-            if original in regions:
-                compile_call(new, codes, **compile_kwargs)
-            else:
-                children = original._modules.items()  # noqa: SLF001 - children() leaves out names without a module
-                new._modules = {name: child if child is None else copy(child) for name, child in children}  # noqa: SLF001
-        return copies[original]
-
-    return copy(module)
+    for region in set(_find_regions(module)):
+        compile_call(copies[region], codes, **compile_kwargs)
+    return copies[module]
 
 
 def is_compiled_module(module: nn.Module) -> bool:

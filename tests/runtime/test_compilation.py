@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
+from types import MethodType
 
 import pytest
 import torch
@@ -237,6 +238,24 @@ def test_compile_regions_returns_a_copy_with_compiled_blocks_and_the_same_parame
         assert graphs
         prepared = Accelerator(dynamo_backend="eager").prepare(compiled)
         assert torch.allclose(prepared(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of torch during compilation
+@pytest.mark.parametrize(
+    "patch", [lambda model: setattr(model, "forward", MethodType(Blocks.forward, model)), nn.Module.compile]
+)
+def test_compile_regions_compiles_blocks_of_a_patched_or_compiled_model(patch):
+    graphs, model = [], Blocks()
+    patch(model)
+
+    def count(graph, _):
+        graphs.append(1)
+        return graph.forward
+
+    compiled = utils.compile_regions(model, backend=count)
+    compiled(torch.randn(2, 8))
+    assert graphs
+    assert not utils.is_compiled_module(compiled)
 
 
 def test_compile_regions_compiles_a_model_without_blocks_as_a_whole():
