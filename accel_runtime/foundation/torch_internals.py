@@ -72,6 +72,7 @@ __all__ = [
     "set_unsharded_gradient",
     "set_worker_dataset",
     "set_worker_info",
+    "share_gradient_hooks",
     "state_versions",
     "storage_id",
     "tree_leaves",
@@ -299,6 +300,19 @@ def gathered_parameters(unit: Any) -> list[torch.Tensor]:
     """Return the parameters of a unit as its forward pass sees them: the memory is freed after it."""
     parameters = (sharded for group in fsdp_parameter_groups(unit) for sharded in group.fsdp_params)
     return [sharded._unsharded_param for sharded in parameters if hasattr(sharded, "_unsharded_param")]
+
+
+def share_gradient_hooks(unit: Any) -> None:
+    """Let tensor hooks on the sharded parameters of a unit run on the gradients of the gathered ones, which autograd computes.
+
+    Both have one dict of hooks, so that a handle removes a hook from both. torch itself runs the post-accumulate hooks of sharded
+    parameters, after gradients are reduced.
+    """
+    for group in fsdp_parameter_groups(unit):
+        for sharded in group.fsdp_params:
+            hooks = sharded.sharded_param._backward_hooks
+            if hooks and sharded._unsharded_param._backward_hooks is not hooks:
+                sharded._unsharded_param._backward_hooks = hooks
 
 
 def list_owners(unit: Any, *, replaced: bool = False) -> list[tuple[nn.Module, str]]:

@@ -284,7 +284,7 @@ def refuse_gradient_hooks(model: nn.Module, replaced: Collection[nn.Parameter]) 
     if names:
         raise ValueError(
             f"Cannot shard {type(model).__name__}: gradient hooks of {format_names(names)} would never run, since sharding replaces "
-            "the parameters. Change the gradients between backward() and step() instead."
+            "the parameters. Register them after prepare(), on the parameters of the prepared model."
         )
 
 

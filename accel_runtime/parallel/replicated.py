@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from accel_runtime.foundation import nested
@@ -80,7 +81,7 @@ class ReplicatedModel(DistributedDataParallel):
         if hasattr(module, "dim"):
             # DDP uses its own `dim` in `scatter` and `gather` only, which nothing calls; models often have a `dim`.
             del self.dim
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        super().register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         # Some may be frozen later: DDP keeps the indices of now.
         self._averaged_names = [
             name for name, parameter in named_parameters(module) if parameter.requires_grad
@@ -171,6 +172,28 @@ class ReplicatedModel(DistributedDataParallel):
     ) -> Any:
         """Load a state with the names of the script's module, or with those of wrappers, such as DDP's prefix."""
         return load_state_dict(self.module, state_dict, strict=strict, assign=assign)
+
+    # The methods above use the state of the script's module, and so its hooks.
+
+    @override
+    def register_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the script's module."""
+        return self.module.register_state_dict_pre_hook(hook)
+
+    @override
+    def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the script's module."""
+        return self.module.register_state_dict_post_hook(hook)
+
+    @override
+    def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the script's module."""
+        return self.module.register_load_state_dict_pre_hook(hook)
+
+    @override
+    def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook of the script's module."""
+        return self.module.register_load_state_dict_post_hook(hook)
 
 
 def _keep_error(error: RuntimeError, _: str) -> RuntimeError:

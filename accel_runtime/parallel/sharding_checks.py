@@ -7,6 +7,7 @@ through them cannot be used again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from accel_runtime.foundation.torch_internals import (
     list_owners,
     local_tensor,
     override_method,
+    share_gradient_hooks,
     storage_id,
     version_of,
     without_compilation,
@@ -118,7 +120,7 @@ class ForwardChecks:
             check_hidden_gradients(outputs, "parameters are not gathered for their backward pass")
             for leaf in nested.leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+                    leaf.register_hook(partial(_begin_backward, module))  # type: ignore[no-untyped-call]
         return nested.pack_tensors(outputs)
 
     def _check_unchanged(self, module: nn.Module) -> None:
@@ -157,7 +159,10 @@ def _read_version(tensor: torch.Tensor) -> int | None:
     return None if is_inference else version_of(tensor)
 
 
-def _refuse_graph(_: torch.Tensor) -> None:
+def _begin_backward(module: nn.Module, _: torch.Tensor) -> None:
+    """Run hooks of the script in the backward pass of a module, which begins; raise RuntimeError if it builds a graph."""
+    # Here and not in the forward pass, since a script may register a hook between both.
+    share_gradient_hooks(module)
     # Gradients are enabled in a backward pass with create_graph=True.
     if torch.is_grad_enabled():
         raise RuntimeError(

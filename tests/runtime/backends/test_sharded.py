@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from support.log_messages import collect_messages
@@ -288,11 +290,88 @@ def test_several_models_and_optimizers_are_matched(pair):
 def test_gradient_hooks_on_parameters_that_sharding_replaces_are_rejected(alone, register):
     model = ResidualNet()
     getattr(model.head.bias, register)(lambda _: None)
-    expected = r"Cannot shard ResidualNet: gradient hooks of head\.bias would never run, .* between backward\(\) and step\(\)"
+    expected = r"Cannot shard ResidualNet: gradient hooks of head\.bias would never run, .* Register them after prepare\(\)"
     with pytest.raises(ValueError, match=expected):
         create_sharding_accelerator().prepare(model)
     plugin = FullyShardedDataParallelPlugin(ignored_modules="head")
     create_sharding_accelerator(fsdp_plugin=plugin).prepare(model)
+
+
+def train_with_hooks(make):
+    """Return the parameters after steps with hooks of each kind, and the hooks that have run."""
+    # torch warns that outputs of modules with a full backward hook are views.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    torch.manual_seed(0)
+    accelerator, model, ran = make(), ResidualNet(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record_module_hooks(model.blocks[0], ran)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    record_module_hooks(model, ran)
+    record_module_hooks(model.head, ran)
+
+    def keep_first_row(gradient):
+        ran.append(f"tensor {list(gradient.shape)}")
+        return gradient * (torch.arange(len(gradient)) == 0).float().view(-1, *[1] * (gradient.dim() - 1))
+
+    def halve(parameter):
+        ran.append("post accumulate")
+        parameter.grad *= 0.5
+
+    handle = model.blocks[0].up.weight.register_hook(keep_first_row)
+    halving = model.head.weight.register_post_accumulate_grad_hook(halve)
+    for step in range(4):
+        inputs = torch.ones(2, 4) * (step + 1 + accelerator.process_index)
+        loss = model(inputs.requires_grad_()).square().mean()
+        if step == 1:
+            handle.remove()
+        if step == 2:
+            handle = model.blocks[1].up.weight.register_hook(keep_first_row)
+        if step == 3:
+            halving.remove()
+            with accelerator.no_sync(model):
+                accelerator.backward(loss)
+            loss = model(inputs).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(model.state_dict())
+    return {name: full(p) for name, p in accelerator.unwrap_model(model).named_parameters()}, sorted(ran)
+
+
+def record_module_hooks(module, ran):
+    kinds = (
+        "forward_pre", "forward", "full_backward_pre", "full_backward", "state_dict_pre", "state_dict_post", "load_state_dict_pre",
+        "load_state_dict_post",
+    )  # fmt: skip
+    for kind in kinds:
+
+        def record(*_, kind=kind):
+            ran.append(f"{kind} of {type(module).__name__.removeprefix('FSDP')}")
+
+        getattr(module, f"register_{kind}_hook")(record)
+
+
+def full(parameter):
+    return parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter.detach()
+
+
+def test_hooks_of_sharded_models_run_as_those_of_replicated_ones(pair):
+    sharded, replicated = (
+        pair.run(train_with_hooks, create_sharding_accelerator),
+        pair.run(train_with_hooks, Accelerator),
+    )
+    for (parameters, ran), (expected, expected_ran) in zip(sharded, replicated, strict=True):
+        assert ran.count("tensor [8, 4]") == 4
+        assert len({*ran}) == 2 + 3 * 8
+        replicated_ran = sorted(each.replace("ReplicatedModel", "ResidualNet") for each in expected_ran)
+        assert {*replicated_ran} == {*ran}
+        # A state is read to load one.
+        passes, expected_passes = (
+            [each for each in names if "state" not in each] for names in (ran, replicated_ran)
+        )
+        assert passes == expected_passes
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_gradient_hooks_outside_of_a_tensor_parallel_plan_run(pair):
