@@ -387,6 +387,8 @@ def print_report(first: Failure, local: Collection[Failure], *, world_size: int,
     is_remote = first not in local
     for line in _describe_other_failures(first, local):
         console.note(line)
+    if places := _describe_places(first, local):
+        console.note(places)
     if hint := _find_hint(first):
         console.note(f"hint: {hint}")
     name = f"rank {first.rank}" if world_size else "the process that starts the replicas"
@@ -466,6 +468,21 @@ def _describe_other_failures(first: Failure, local: Collection[Failure]) -> Iter
         yield f"{ranks} failed later, {'in the same way' if is_same else 'in another way'}"
 
 
+def _describe_places(first: Failure, local: Collection[Failure]) -> str:
+    """Return the line of each rank of this node if a collective failed, and they were at different ones; else an empty text.
+
+    The rank that fails first in a collective is often not the one that has called it too often, or another one.
+    """
+    ranks: dict[str, list[int]] = {}
+    for failure in local if first.cause in {Cause.ABORTED, Cause.TIMED_OUT, Cause.LOST_PEER} else ():
+        frames = failure.chain[0].frames if failure.chain else failure.crash
+        if user_frames := [frame for frame in frames if not _get_package(frame)]:
+            last = user_frames[-1]
+            ranks.setdefault(f"{Path(last.file).name}:{last.line} ({last.name})", []).append(failure.rank)
+    places = [f"{format_ranks(group)} at {place}" for place, group in ranks.items()]
+    return f"the ranks were in different calls: {'; '.join(places)}" if len(places) > 1 else ""
+
+
 def _find_hint(failure: Failure) -> str | None:
     if workers := failure.lost_workers:
         names = f"data-loader worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
@@ -482,8 +499,10 @@ def _find_hint(failure: Failure) -> str | None:
             "the kernel killed a process of this control group during the run because memory ran out, perhaps a child of this "
             "rank. Use less memory, or raise the limit of the container or job."
         )
-    text = "\n".join(f"{link.kind} {link.text}" for link in failure.chain)
-    return find_hint(text)
+    if failure.cause is Cause.ABORTED:
+        # The library has written the reason before the stack of the crash.
+        return find_hint("\n".join(read_log_tail(failure, count=200)))
+    return find_hint("\n".join(f"{link.kind} {link.text}" for link in failure.chain))
 
 
 _KEY = "accel/failure/"

@@ -62,6 +62,13 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"gloo.*(op\.preamble\.length|collective mismatch)", re.DOTALL),
+        (
+            "the ranks called different collectives, such as the forward pass of a prepared model on one rank only, or in another "
+            "order. Call the prepared model equally often on all ranks, and unwrap_model(model) on one rank alone"
+        ),
+    ),
+    (
         re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),
         "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
     ),

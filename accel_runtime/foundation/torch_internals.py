@@ -65,6 +65,7 @@ __all__ = [
     "on_backward_end",
     "override_method",
     "qualified_name",
+    "rebuild_buckets",
     "replace_iterator",
     "restore_buckets",
     "set_gradient_hooks",
@@ -455,6 +456,13 @@ def is_graph_pending(model: DistributedDataParallel) -> bool:
     return bool(model.static_graph) and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
+@without_compilation
+def rebuild_buckets(model: DistributedDataParallel) -> None:
+    """Sort the buckets of DDP in the order of the first gradients, once; collective, as in the forward pass that would do it."""
+    with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
+        model.reducer._rebuild_buckets()
+
+
 def capture_buckets(model: DistributedDataParallel, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
     """Return the bucket order of DDP by the names of the parameters; collective."""
     return {"buckets": _bucket_names(model, parameters), "synced": model.require_forward_param_sync}
@@ -476,8 +484,7 @@ def _bucket_names(model: Any, named: Mapping[str, nn.Parameter]) -> list[list[st
     """Return the parameter names of every bucket, after a pending rebuild."""
     names = {id(parameter): name for name, parameter in named.items()}
     try:
-        with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it
-            model.reducer._rebuild_buckets()
+        rebuild_buckets(model)
         with _ReuseZeros():  # type: ignore[no-untyped-call]
             buckets = model.reducer._get_zeros_like_grad_buckets()
     except (AttributeError, RuntimeError):

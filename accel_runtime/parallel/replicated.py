@@ -26,7 +26,12 @@ from accel_runtime.foundation.module_names import (
 )
 from accel_runtime.foundation.options import DDPCommunicationHookType
 from accel_runtime.foundation.pickled_models import warn_of_saved_model
-from accel_runtime.foundation.torch_internals import capture_buckets, is_graph_pending, restore_buckets
+from accel_runtime.foundation.torch_internals import (
+    capture_buckets,
+    is_graph_pending,
+    rebuild_buckets,
+    restore_buckets,
+)
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
 from accel_runtime.storage.errors import format_names
@@ -135,6 +140,10 @@ class ReplicatedModel(DistributedDataParallel):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.require_forward_param_sync and self.modules_buffers and not torch.is_grad_enabled():
+            # DDP leaves it to the next training step, whose broadcast of buffers comes after it. An evaluation on the first rank alone
+            # would broadcast its buffers while the others, already in that step, sort their buckets.
+            rebuild_buckets(self)
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -214,6 +214,22 @@ def test_failures_that_differ_in_their_rank_only_are_the_same(capsys):
     assert "rank 1 failed later, in the same way" in capsys.readouterr().err
 
 
+def test_a_crash_in_a_collective_names_the_line_of_each_rank_and_the_cure(capsys, tmp_path):
+    log = tmp_path / "output.log"
+    log.write_text(
+        "what():  gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4.\nFatal Python error: Aborted\n"
+    )
+    frames = [Frame("/s/train.py", line, "main", "") for line in (10, 17)]
+    crashed = Failure(1, "box", 7, -6, 1.0, str(log), crash=(frames[0],))
+    link = ExceptionInfo("builtins.RuntimeError", "RuntimeError: Connection closed by peer\n", (frames[1],))
+    failures.print_report(
+        crashed, [crashed, Failure(0, "box", 8, 1, 2.0, chain=(link,))], world_size=2, shown=True
+    )
+    report = capsys.readouterr().err
+    assert "rank 1 at train.py:10 (main); rank 0 at train.py:17 (main)" in report
+    assert "unwrap_model(model) on one rank alone" in report
+
+
 def test_a_script_without_a_launcher_process_prints_the_hint_below_its_traceback(tmp_path):
     """As with the launcher `single`, whose process the script replaces."""
     (tmp_path / "train.py").write_text("import no_such_package_anywhere\n")

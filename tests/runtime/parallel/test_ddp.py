@@ -428,3 +428,25 @@ def test_saving_a_model_with_autocast_as_an_object_is_reported(alone):
         return len(messages)
 
     assert alone.run(save) == [1]
+
+
+def train_with_evaluation(evaluates_alone):
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.arange(48.0).sin().view(2, 3, 4, 2)[accelerator.process_index]
+    for step, batch in enumerate(inputs):
+        accelerator.backward(model(batch).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if evaluates_alone and accelerator.is_main_process and step < len(inputs) - 1:
+            model.eval()
+            with torch.no_grad():
+                model(batch)
+            model.train()
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_an_evaluation_on_the_first_rank_alone_between_steps_changes_no_training(pair):
+    # In the first one, DDP has yet to sort its buckets.
+    assert pair.run(train_with_evaluation, True) == pair.run(train_with_evaluation, False)
