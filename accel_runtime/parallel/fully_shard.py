@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
@@ -55,8 +56,10 @@ from accel_runtime.parallel.tensor_parallel import (
     check_replicated_gradients,
     plan_tensor_parallel,
 )
+from accel_runtime.storage.errors import format_names
 
 __all__ = [
+    "AverageByKind",
     "Sharded",
     "UntracedBufferBroadcast",
     "broadcast_parameters",
@@ -117,6 +120,8 @@ class Sharded(Strategy):
         originals = dict(model.named_parameters(remove_duplicate=False))
         if not isinstance(model, FSDPModule):
             self._shard_and_hook(model)
+            if isinstance(model, AveragedModel) and model.multi_avg_fn is not None:
+                model.multi_avg_fn = AverageByKind(model.multi_avg_fn)
         refuse_forward_on_meta(model)
         self._parameter_map.add(originals, model)
         for optimizer in self._optimizers:
@@ -136,6 +141,7 @@ class Sharded(Strategy):
 
     def _shard_and_hook(self, model: nn.Module) -> None:
         """Shard a model in place, and let its forward and backward passes synchronize what is not sharded."""
+        self._refuse_shared_parameters(model)
         broadcast_parameters(model, self.backend)
         ignored = self._shard(model)
         replicated = [named for named in named_parameters(model) if named[1] in ignored]
@@ -149,6 +155,16 @@ class Sharded(Strategy):
             model.register_forward_pre_hook(buffers.before)
             model.register_forward_hook(buffers.after)
         model.register_forward_hook(_disable_compiler(_reshard_after_evaluation))
+
+    def _refuse_shared_parameters(self, model: nn.Module) -> None:
+        """Raise ValueError if parameters belong to a model that is sharded already: torch gathers each in one model only."""
+        for other in self._gradient_syncs:
+            owned = {parameter for parameter in other.parameters() if hasattr(parameter, "device_mesh")}
+            if names := [name for name, parameter in named_parameters(model) if parameter in owned]:
+                raise ValueError(
+                    f"Cannot shard {class_of(model)}: {format_names(names)} belong to {class_of(other)} too, which is sharded "
+                    "already. Prepare one module that contains both models and calls them in its forward()."
+                )
 
     def _shard(self, model: nn.Module) -> set[nn.Parameter]:
         """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
@@ -249,6 +265,24 @@ class Sharded(Strategy):
         syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
         sync = next(syncs, None)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+class AverageByKind:
+    """A `multi_avg_fn` of torch's AveragedModel for sharded parameters and plain buffers, which no foreach function takes together."""
+
+    def __init__(self, average: Callable[..., Any]) -> None:
+        self._average = average
+
+    def __call__(self, averages: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *args: Any) -> None:
+        """Average tensors of each kind by the function of the script."""
+        for is_sharded in (True, False):
+            pairs = [
+                pair
+                for pair in zip(averages, values, strict=True)
+                if isinstance(pair[0], DTensor) is is_sharded
+            ]
+            if pairs:
+                self._average(*map(list, zip(*pairs, strict=True)), *args)
 
 
 _MIXED_TENSORS = "got mixed torch.Tensor and DTensor"

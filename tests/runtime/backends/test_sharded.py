@@ -10,6 +10,7 @@ from support.log_messages import collect_messages
 from support.models import ResidualNet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel_runtime import (
     Accelerator,
@@ -401,3 +402,32 @@ def test_attributes_of_parameters_are_kept(pair, layout):
         ]
 
     assert pair.run(find_marked) == [["blocks.0.up.weight"]] * 2
+
+
+def average_weights(make):
+    torch.manual_seed(0)
+    accelerator, model = make(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, average, optimizer = accelerator.prepare(model, average, optimizer)
+    for step in range(3):
+        accelerator.backward(model(torch.arange(16.0).sin().view(4, 4) * step).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.unwrap_model(average).update_parameters(accelerator.unwrap_model(model))
+    return {name: full(value) for name, value in accelerator.unwrap_model(average).state_dict().items()}
+
+
+def test_a_sharded_average_of_weights_and_buffers_is_that_of_replicas(alone):
+    expected = average_weights(Accelerator)
+    for name, value in average_weights(create_sharding_accelerator).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_models_that_share_a_module_are_rejected_by_name(alone):
+    encoder = nn.Linear(2, 2)
+    accelerator = create_sharding_accelerator()
+    with pytest.raises(
+        ValueError, match=r"Cannot shard Sequential: 0\.weight, 0\.bias belong to Sequential too"
+    ):
+        accelerator.prepare(nn.Sequential(encoder, nn.Linear(2, 1)), nn.Sequential(encoder, nn.Linear(2, 2)))
