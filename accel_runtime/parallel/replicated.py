@@ -187,22 +187,26 @@ class ReplicatedModel(DistributedDataParallel):
     @override
     def register_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook of the script's module."""
-        return self.module.register_state_dict_pre_hook(hook)
+        handle: RemovableHandle = self.module.register_state_dict_pre_hook(hook)
+        return handle
 
     @override
     def register_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook of the script's module."""
-        return self.module.register_state_dict_post_hook(hook)
+        handle: RemovableHandle = self.module.register_state_dict_post_hook(hook)
+        return handle
 
     @override
     def register_load_state_dict_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook of the script's module."""
-        return self.module.register_load_state_dict_pre_hook(hook)
+        handle: RemovableHandle = self.module.register_load_state_dict_pre_hook(hook)
+        return handle
 
     @override
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook of the script's module."""
-        return self.module.register_load_state_dict_post_hook(hook)
+        handle: RemovableHandle = self.module.register_load_state_dict_post_hook(hook)
+        return handle
 
 
 def _keep_error(error: RuntimeError, _: str) -> RuntimeError:
