@@ -337,7 +337,16 @@ class AveragingCheck:
         if isinstance(prepared, DistributedDataParallel) and trainable:
             passes = ForwardPasses()
             prepared.register_forward_pre_hook(passes)
-            self._models.append(_Model(prepared, original, trainable, passes))
+            self._models.append(_Model(prepared, original, passes))
+            self._separate_models()
+
+    def _separate_models(self) -> None:
+        """Let each model be recognized by parameters of its own: others get gradients in the passes of another model too."""
+        averaged = [self._averaged[model.original] for model in self._models]
+        counts = Counter(parameter for parameters in averaged for parameter in parameters)
+        for model, parameters in zip(self._models, averaged, strict=True):
+            own = {parameter for parameter in parameters if counts[parameter] == 1}
+            model.watch([parameter for parameter in model.original.parameters() if parameter in own])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters whose gradients are averaged, with their names in their models."""
@@ -442,14 +451,11 @@ class ForwardPasses:
 class _Model:
     """Model in DDP."""
 
-    def __init__(
-        self, prepared: Any, original: nn.Module, parameters: Sequence[nn.Parameter], passes: ForwardPasses
-    ) -> None:
+    def __init__(self, prepared: Any, original: nn.Module, passes: ForwardPasses) -> None:
         self._prepared = prepared
         self.original = original
         self.passes = passes
-        self._parameters = parameters
-        self._first = parameters[0]
+        self._parameters: Sequence[nn.Parameter] = ()
         self._before: _Version = None
         self._all_before: Sequence[_Version] = ()
         self._unexpected = 0
@@ -458,11 +464,17 @@ class _Model:
         self._has_repeats = False
         self._counts: _GradientCounts | None = None
 
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Recognize the model by the gradients of these parameters; it is not checked without any."""
+        self._parameters = parameters
+
     def begin_backward(self) -> None:
         """Record the first gradient, or all of them if the model is not expected to receive any."""
         self.take_repeated_gradients()  # of a pass that failed
+        if not self._parameters:
+            return
         if self.passes.averaging:
-            self._before = _version_of(self._first)
+            self._before = _version_of(self._parameters[0])
             self._num_averaged += 1
             # Counted in the passes 1, 2, 4, 8, ... only. A static graph is averaged after the last gradient of each parameter.
             if not (
@@ -481,9 +493,11 @@ class _Model:
 
     def end_backward(self) -> bool:
         """Return whether gradients have arrived without an average over the processes."""
+        if not self._parameters:
+            return False
         if self.passes.averaging:
             # DDP completes all gradients or none, so the first one is enough.
-            self.passes.averaging = _version_of(self._first) == self._before
+            self.passes.averaging = _version_of(self._parameters[0]) == self._before
             return False
         before, self._all_before = self._all_before, ()
         self._warned = self._warned or any(

@@ -380,3 +380,20 @@ def test_a_model_that_is_unwrapped_and_prepared_again_is_one_model(ranks, tmp_pa
     assert {(len(messages), count) for messages, count, _ in results} == {(0, 1)}
     assert len({str(weights) for *_, weights in results}) == 1
     assert not list((tmp_path / "saved").glob("model_1*"))
+
+
+def train_models_that_share_an_encoder(bypasses):
+    accelerator, encoder = Accelerator(), nn.Linear(2, 2)
+    first, second = nn.Sequential(encoder, nn.Linear(2, 1)), nn.Sequential(encoder, nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*first.parameters(), *second[1].parameters()], lr=0.1)
+    prepared, other, optimizer = accelerator.prepare(first, second, optimizer)
+    for model in (prepared, second if bypasses else other):
+        accelerator.backward(model(draw_batch()).sum())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("bypasses", [False, True])
+def test_models_that_share_a_module_are_told_apart(pair, bypasses):
+    messages, _ = pair.run(collect_reports, train_models_that_share_an_encoder, bypasses)
+    assert len(messages) == bypasses
+    assert all(BYPASSED in message for message in messages)
