@@ -592,6 +592,7 @@ class Accelerator(ProcessMethods):
         Raises:
             CheckpointError: As for `load_state`; or if checkpoints exist and none is complete.
             ValueError: If there is no directory, and checkpoints have no automatic names or the project has no directory.
+            RuntimeError: Within a loop over a prepared loader, which would go on with its own batches.
         """
         return self._checkpoints.resume(input_dir)
 

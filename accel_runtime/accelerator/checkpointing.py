@@ -419,6 +419,12 @@ class Checkpointing:
 
     def resume(self, input_dir: _Path | None = None) -> Checkpoint | None:
         """Load a checkpoint to continue exactly after it; None if there is none. Collective."""
+        if self._run.loops.has_returned_batches:
+            raise RuntimeError(
+                "Cannot resume: a loop over a prepared loader is running, and would go on with its own batches instead of those "
+                "after the checkpoint. Call resume() before the loop, or leave the loop and begin it again after resume(). "
+                "load_state() loads a checkpoint within a loop, which goes on as it is."
+            )
         self._load_attempted = True
         if input_dir is not None:
             return self._load_checkpoint(input_dir, "exact")

@@ -322,6 +322,11 @@ class ActiveLoops:
         return bool(self.open_records)
 
     @property
+    def has_returned_batches(self) -> bool:
+        """Return whether one of the running loops has returned a batch."""
+        return any(each.loop and each.loop.num_batches > each.num_skipped for each in self.open_records)
+
+    @property
     def have_begun(self) -> bool:
         """Return whether a loop has ever been running."""
         return self.latest > 0 or self.current_step is not None

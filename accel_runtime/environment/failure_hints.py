@@ -62,6 +62,13 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"got mixed torch\.Tensor and DTensor"),
+        (
+            "the model is sharded, but another tensor of this operation is not. Copies of its parameters that were made before prepare(), "
+            "such as those of EMAModel of diffusers, have full tensors: make them after prepare()"
+        ),
+    ),
+    (
         re.compile(r"gloo.*(op\.preamble\.length|collective mismatch)", re.DOTALL),
         (
             "the ranks called different collectives, such as the forward pass of a prepared model on one rank only, or in another "

@@ -428,3 +428,19 @@ def test_a_checkpoint_of_another_number_format_loads_with_a_line_about_the_loss_
     accelerator.load_state(tmp_path / "saved")
     assert model.weight.equal(expected)
     assert line in caplog.text
+
+
+def test_a_resume_within_a_loop_is_an_error_and_works_after_it(tmp_path):
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=1))
+    seen = []
+    for batch in loader:
+        seen.append(batch.item())
+        if len(seen) == 3:
+            accelerator.save_state(str(tmp_path / "saved"))
+        if len(seen) == 5:
+            with pytest.raises(RuntimeError, match="Call resume\\(\\) before the loop"):
+                accelerator.resume(tmp_path / "saved")
+            break
+    accelerator.resume(tmp_path / "saved")
+    assert [batch.item() for batch in loader] == [3, 4, 5, 6, 7]
