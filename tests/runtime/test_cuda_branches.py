@@ -206,7 +206,7 @@ def test_offloaded_gradients_are_unscaled_after_the_copy_of_the_scale_is_complet
     with FakeTensorMode(), UnsynchronizedCopies() as copy_mode:
         offloaded = torch.nn.Parameter(torch.ones(3))
         offloaded.grad = torch.ones(3)
-        optimizer = SimpleNamespace(param_groups=[{"params": [offloaded]}])
+        optimizer = torch.optim.SGD([offloaded])
         factor, flag = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
         inverse_scales = LossScaler("cpu")._unscale_grads_(optimizer, factor, flag, allow_fp16=False)
     assert [device.type for device in inverse_scales] == ["cpu"]
