@@ -521,7 +521,11 @@ class _GradientCounts:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.by_parameter = Counter[torch.Tensor]()
-        self._handles = [p.register_post_accumulate_grad_hook(self._count) for p in parameters]  # type: ignore[no-untyped-call]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+            if parameter.requires_grad  # the script may freeze some after prepare()
+        ]
 
     def _count(self, parameter: torch.Tensor) -> None:
         self.by_parameter[parameter] += 1
