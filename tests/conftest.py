@@ -291,7 +291,8 @@ def pytest_collection_finish(session):
 
 
 def pytest_sessionfinish():
-    """End the interpreters that tests have forked from."""
+    """End the interpreters that tests have forked from, and write no warnings of what tests have left behind."""
+    logging.disable()
     for name in ("support.ranks", "support.commands"):
         if module := sys.modules.get(name):
             module.INTERPRETER.close()

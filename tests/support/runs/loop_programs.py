@@ -365,6 +365,10 @@ class Position:
             for frame in self.frames[kept[0] + isinstance(self.frames[kept[0]].statement, Manual) :]
         ):
             return False  # the script may drop the endless generator at the end of the loop, or go on with it
+        if any(map(self._is_unused, range(len(self.frames)))):
+            return (
+                False  # an endless generator that requests no batch leaves the loaded state to the next one
+            )
         if any(isinstance(frame.statement, Manual) for frame in self.frames[len(_cut(self.frames, depth)) :]):
             return False  # a script that keeps an iterator may go on with it in the next step
         if depth is not None and method != "resume" and any(reader.is_at_end for reader in loops[-1].readers):
@@ -377,6 +381,23 @@ class Position:
             if method != "resume" and any(ends) and not all(ends) and not (loop.endless and not ends[0]):
                 return False  # the script does not enter this loop again
         return True
+
+    def _is_unused(self, at: int) -> bool:
+        """Return whether a frame is that of an endless generator from which no batch is requested after the save."""
+        statement = self.frames[at].statement
+        if not (isinstance(statement, Manual) and statement.endless):
+            return False
+        index = self.frames[at + 1].index
+        is_loop = isinstance(statement.body[index], Loop)
+        return not _advances(statement.body[index + (not is_loop) :], statement.loader)
+
+
+def _advances(body: tuple[Any, ...], loader: int) -> bool:
+    """Return whether statements advance the iterator of a loader."""
+    return any(
+        (isinstance(each, Advance) and each.loader == loader) or _advances(getattr(each, "body", ()), loader)
+        for each in body
+    )
 
 
 class _Reader:
