@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from deepspeed.runtime import lr_schedules
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.utils import combine_grad_norm_groups
-    from deepspeed.runtime.zero import partitioned_param_coordinator
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
 
 __all__ = [
     "SCHEDULERS",
@@ -68,7 +68,7 @@ def build_engine(model: nn.Module, optimizer: torch.optim.Optimizer | None, conf
     hide_deprecations()
     # It warns of every optimizer that is not its own; which ones can be trained is checked before.
     quiet = nullcontext() if "log_level" in config else hide_warnings()
-    with warnings.catch_warnings(), _skip_broadcast(), _set_local_rank(), quiet:
+    with warnings.catch_warnings(), _skip_broadcast(), _accept_number_formats(), _set_local_rank(), quiet:
         warnings.simplefilter("ignore")  # as above: it imports more modules here
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=dict(config), dist_init_required=False
@@ -94,6 +94,25 @@ def hide_warnings() -> Iterator[None]:
         yield
     finally:
         _LOG.setLevel(level)
+
+
+@contextmanager
+def _accept_number_formats() -> Iterator[None]:
+    """Build engines of stage 3 whatever the number format of the first parameter is, which may be a frozen table of integers.
+
+    deepspeed creates modules in that format, of which there are none here, and refuses all but three.
+    """
+    init = parameter_offload.Init
+
+    def build(*arguments: Any, dtype: torch.dtype, **options: Any) -> Any:
+        known = {torch.float16, torch.bfloat16, torch.float32}
+        return init(*arguments, dtype=dtype if dtype in known else torch.float32, **options)
+
+    parameter_offload.Init = build
+    try:
+        yield
+    finally:
+        parameter_offload.Init = init
 
 
 @contextmanager
