@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import linecache
+import sys
+import textwrap
 from collections.abc import Iterator
 from types import FrameType
 
@@ -33,23 +36,32 @@ def check_result_order() -> None:
 
 
 def _find_assignments(frame: FrameType) -> Iterator[tuple[ast.Call, ast.Tuple | ast.List]]:
-    """Yield the calls of `prepare` in the current line of a frame, with the targets that their results are unpacked to."""
-    line = frame.f_lineno
-    source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    """Yield the calls of `prepare` in the current lines of a frame, with the targets that their results are unpacked to."""
+    first, last = _find_lines(frame)
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # a cell of a notebook with magics, or a file that has changed
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (SyntaxError, ValueError, SystemError):
+        # A part of a statement, a cell of a notebook with magics, a file that has changed; Python 3.11 fails if two threads parse.
         return
-    for node in ast.walk(tree):
+    for node in tree.body:
         if (
             isinstance(node, ast.Assign)
-            and node.lineno <= line <= (node.end_lineno or line)
             and isinstance(node.value, ast.Call)
             and isinstance(node.value.func, ast.Attribute)
             and node.value.func.attr == "prepare"
             and isinstance(node.targets[0], (ast.Tuple, ast.List))
         ):
             yield node.value, node.targets[0]
+
+
+def _find_lines(frame: FrameType) -> tuple[int, int]:
+    """Return the first and the last line of the call that a frame makes; Python 3.10 knows one line only."""
+    line = frame.f_lineno
+    if sys.version_info < (3, 11):
+        return line, line
+    first, last, *_ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return first or line, last or line
 
 
 def _read_names(items: list[ast.expr]) -> list[str]:
