@@ -232,7 +232,13 @@ class LoadOperation:
         with errors_on_all_ranks(self._all_gather) as step:
             if checkpoint.manifest.origin:
                 checkpoint = replace(checkpoint, manifest=fit_manifest(checkpoint.manifest, items))
-            saved_items = [item for item in items if item.name in checkpoint.manifest.items]
+            manifest = checkpoint.manifest
+            # With strict=False, what belongs to another class is left out as a whole.
+            saved_items = [
+                item
+                for item in items
+                if item.name in manifest.items and (self._strict or not _has_other_class(item, manifest))
+            ]
             reader = StateReader(
                 snapshot,
                 saved_items,
@@ -271,7 +277,13 @@ class LoadOperation:
             for item in items
             if item not in common and item.name != _SCALER and not (manifest.origin and item.is_optional)
         ]
-        mismatches += [sentence for item in common for sentence in reader.find_mismatches(item)]
+        others = [item for item in common if _has_other_class(item, manifest)]
+        mismatches += [
+            f"{item.name} is {manifest.class_names[item.name]} in the checkpoint and {item.class_name} here"
+            for item in others
+        ]
+        fitting = [item for item in common if item not in others]
+        mismatches += [sentence for item in fitting for sentence in reader.find_mismatches(item)]
         if mismatches and self._strict:
             more = [f"... and {len(mismatches) - _SHOWN} more"] if len(mismatches) > _SHOWN else []
             listed = "\n".join(f"  {sentence}" for sentence in [*mismatches[:_SHOWN], *more])
@@ -321,6 +333,10 @@ class LoadOperation:
             return "Nothing was loaded."
         step = previous.manifest.step
         return f"Nothing was loaded. The checkpoint before it is {previous.key}, of step {step}."
+
+
+def _has_other_class(item: StateItem, manifest: Manifest) -> bool:
+    return item.has_other_class(manifest.class_names.get(item.name, ""))
 
 
 def _add_class(name: str, class_name: str | None) -> str:

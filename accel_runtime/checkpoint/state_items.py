@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -56,6 +57,10 @@ class StateItem(ABC):
         """Class name of the object."""
         return ""
 
+    def has_other_class(self, saved: str) -> bool:  # noqa: ARG002 - what others compare
+        """Return whether an object of a class with this name, empty if unknown, was saved, whose state this one cannot continue."""
+        return False
+
     @abstractmethod
     def tree(self) -> Any:
         """Return the state for `serialize`; its tensors may be the live ones."""
@@ -92,6 +97,10 @@ class StatefulItem(StateItem):
     def class_name(self) -> str:
         thing = getattr(self._object, "scheduler", self._object)
         return type(unwrap_module(thing) if isinstance(thing, nn.Module) else thing).__qualname__
+
+    @override
+    def has_other_class(self, saved: str) -> bool:
+        return _are_different(saved, self.class_name, torch.optim.lr_scheduler)
 
     @override
     def tree(self) -> Any:
@@ -294,6 +303,10 @@ class OptimizerItem(StateItem):
         return type(self._optimizer).__qualname__
 
     @override
+    def has_other_class(self, saved: str) -> bool:
+        return _are_different(saved, self.class_name, torch.optim)
+
+    @override
     def tree(self) -> Any:
         state = self._optimizer.state_dict()
         keys = dict.fromkeys(_list_parameters(state["param_groups"]))
@@ -322,6 +335,8 @@ class OptimizerItem(StateItem):
             return [] if sizes == live else [text]
         if "groups" not in encoded:
             return []
+        if other := self._find_other_options(encoded["groups"]):
+            return [other]
         saved, names = _list_parameters(encoded["groups"]), list(self._parameters)
         missing = [name for name in names if name not in set(saved)]
         unexpected = [name for name in saved if name not in set(names)]
@@ -354,6 +369,8 @@ class OptimizerItem(StateItem):
         if tree.get("format") == "torch":
             self._optimizer.load_state_dict(tree["state_dict"])
             return
+        if self._find_other_options(tree["groups"]):
+            return
         index_of = {name: index for index, name in enumerate(self._parameters)}
         groups = self._build_groups(tree["groups"], index_of)
         state = {
@@ -367,6 +384,19 @@ class OptimizerItem(StateItem):
         self._keep_dtypes(tree["state"])
         for name, parameter in self._unowned_parameters().items():
             copy_into(tree.get("parameters", {}).get(name), parameter)
+
+    def _find_other_options(self, saved: Sequence[Mapping[str, Any]]) -> str:
+        """Return a sentence if the options are those of another class; a version of torch may have added some, or removed some."""
+        options = {key for group in saved for key in group}
+        missing = [key for key in self._optimizer.defaults if key not in options]
+        live = {key for group in self._optimizer.param_groups for key in group}
+        unexpected = sorted(options - live - {"param_names"})
+        if not options - {"params", "param_names"} or not missing or not unexpected:
+            return ""
+        return (
+            f"{self.name}: the checkpoint has the options {format_names(unexpected)}, and the {self.class_name} here "
+            f"{format_names(missing)}"
+        )
 
     def _find_moved_parameters(self, saved: Sequence[Mapping[str, Any]]) -> list[str]:
         groups = self._optimizer.param_groups
@@ -416,6 +446,11 @@ class OptimizerItem(StateItem):
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters by name, in the order of the groups."""
         return {self._names[p]: p for p in _list_parameters(self._optimizer.param_groups)}
+
+
+def _are_different(saved: str, live: str, module: ModuleType) -> bool:
+    """Return whether two names are those of different classes of torch; classes of scripts may be renamed, or derived from them."""
+    return saved != live and all(isinstance(getattr(module, name, None), type) for name in (saved, live))
 
 
 def _list_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -444,3 +444,80 @@ def test_a_resume_within_a_loop_is_an_error_and_works_after_it(tmp_path):
             break
     accelerator.resume(tmp_path / "saved")
     assert [batch.item() for batch in loader] == [3, 4, 5, 6, 7]
+
+
+def build_training(build_optimizer, build_scheduler=None):
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = build_optimizer(model.parameters())
+    scheduler = build_scheduler(optimizer) if build_scheduler else None
+    prepared = accelerator.prepare(*filter(None, (model, optimizer, scheduler)))
+    return accelerator, prepared[0], prepared[1]
+
+
+def train_prepared(accelerator, model, optimizer):
+    accelerator.backward(model(torch.ones(3, 2)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer of the script."""
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """An optimizer of the script with options of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"rate": 0.1})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=self.param_groups[0]["rate"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        (torch.optim.AdamW, torch.optim.RMSprop),
+        (torch.optim.AdamW, torch.optim.SGD),
+        (torch.optim.AdamW, torch.optim.Adagrad),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.SGD, torch.optim.AdamW),
+        (OwnAdamW, torch.optim.RMSprop),
+        (torch.optim.AdamW, OwnOptimizer),
+    ],
+)
+def test_the_state_of_an_optimizer_of_another_class_is_refused_or_left_out(tmp_path, saved, live):
+    training = build_training(saved)
+    train_prepared(*training)
+    training[0].save_state(str(tmp_path / "saved"))
+    training = accelerator, _, optimizer = build_training(live)
+    before = to_numbers(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"optimizer.*here"):
+        accelerator.load_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved", strict=False)
+    assert to_numbers(optimizer.state_dict()) == before
+    train_prepared(*training)
+
+
+def test_the_state_of_a_scheduler_of_another_class_is_refused(tmp_path):
+    schedulers = torch.optim.lr_scheduler
+    saved, *_ = build_training(torch.optim.AdamW, lambda optimizer: schedulers.StepLR(optimizer, 2))
+    saved.save_state(str(tmp_path / "saved"))
+    live, *_ = build_training(torch.optim.AdamW, lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 9))
+    with pytest.raises(
+        CheckpointError, match="scheduler is StepLR in the checkpoint and CosineAnnealingLR here"
+    ):
+        live.load_state(tmp_path / "saved")
+    live.load_state(tmp_path / "saved", strict=False)
+
+
+def test_an_optimizer_that_the_script_derives_from_the_saved_one_loads(tmp_path):
+    training = build_training(torch.optim.AdamW)
+    train_prepared(*training)
+    training[0].save_state(str(tmp_path / "saved"))
+    accelerator, _, optimizer = build_training(OwnAdamW)
+    accelerator.load_state(tmp_path / "saved")
+    assert to_numbers(optimizer.state_dict()) == to_numbers(training[2].state_dict())
