@@ -456,7 +456,6 @@ def is_graph_pending(model: DistributedDataParallel) -> bool:
     return bool(model.static_graph) and not getattr(model, "_static_graph_delay_allreduce_enqueued", True)
 
 
-@without_compilation
 def rebuild_buckets(model: DistributedDataParallel) -> None:
     """Sort the buckets of DDP in the order of the first gradients, once; collective, as in the forward pass that would do it."""
     with suppress(RuntimeError):  # the previous step is incomplete: the next forward pass reports it

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from accel_runtime.foundation.torch_internals import (
     is_graph_pending,
     rebuild_buckets,
     restore_buckets,
+    without_compilation,
 )
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
@@ -75,6 +76,8 @@ class ReplicatedModel(DistributedDataParallel):
     names of the script's module; `load_state_dict` accepts them with and without DDP's prefix.
     """
 
+    _rebuild_buckets: ClassVar[Callable[[DistributedDataParallel], None]] = staticmethod(rebuild_buckets)
+
     def __init__(
         self,
         module: nn.Module,
@@ -82,6 +85,8 @@ class ReplicatedModel(DistributedDataParallel):
         **options: Any,
     ) -> None:
         super().__init__(module, **options)
+        # Not before: it imports torch's compiler, as DDP has done now.
+        ReplicatedModel._rebuild_buckets = staticmethod(without_compilation(rebuild_buckets))
         self._explain_error = explain_error or _keep_error
         if hasattr(module, "dim"):
             # DDP uses its own `dim` in `scatter` and `gather` only, which nothing calls; models often have a `dim`.
@@ -143,7 +148,7 @@ class ReplicatedModel(DistributedDataParallel):
         if self.require_forward_param_sync and self.modules_buffers and not torch.is_grad_enabled():
             # DDP leaves it to the next training step, whose broadcast of buffers comes after it. An evaluation on the first rank alone
             # would broadcast its buffers while the others, already in that step, sort their buckets.
-            rebuild_buckets(self)
+            ReplicatedModel._rebuild_buckets(self)
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:

@@ -151,7 +151,7 @@ def test_three_hosts_restart_together_after_a_hang_on_one(script):
 def test_hosts_restart_after_the_processes_of_one_were_stopped(script, cwd):
     """A stopped process does not handle SIGTERM."""
     script(TRAINS)
-    options = ("--nnodes", "2", "--stall-timeout", "3", "--max-restarts", "1", "train.py", "9", "slow")
+    options = ("--nnodes", "2", "--stall-timeout", "8", "--max-restarts", "1", "train.py", "9", "slow")
     with hosts(2) as two:
         launched = two.launch(*MEET, *options)
         wait_until((cwd / "step1.1.0").exists)
