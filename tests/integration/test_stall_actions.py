@@ -66,7 +66,7 @@ while steps.count < 6:
 accelerator.print("continued from step", start)
 """
 PAIR = ("launch", "-q", "--no-profile", "--cpu", "--nproc-per-node", 2, "--shutdown-timeout", 1)
-STALLS = ("--stall-timeout", 2)
+STALLS = ("--stall-timeout", 6)
 
 
 def launch(*options):
