@@ -50,7 +50,7 @@ _LAUNCHER_VARIABLES = (
     "OMP_NUM_THREADS",
 )
 # Libraries write there as soon as they are imported, and a model of the user must not be found.
-os.environ["HF_HOME"] = str(Path(tempfile.gettempdir(), "accel-tests-huggingface"))
+os.environ["HF_HOME"] = str(Path(tempfile.gettempdir(), f"accel-tests-huggingface-{os.getuid()}"))
 # As in an activated environment: without `accel` on PATH, errors that name a command have another line.
 os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
 
