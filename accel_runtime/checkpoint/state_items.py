@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -335,7 +335,7 @@ class OptimizerItem(StateItem):
             return [] if sizes == live else [text]
         if "groups" not in encoded:
             return []
-        if other := self._find_other_options(encoded["groups"]):
+        if other := self._find_other_options(_list_options(encoded["groups"])):
             return [other]
         saved, names = _list_parameters(encoded["groups"]), list(self._parameters)
         missing = [name for name in names if name not in set(saved)]
@@ -369,7 +369,7 @@ class OptimizerItem(StateItem):
         if tree.get("format") == "torch":
             self._optimizer.load_state_dict(tree["state_dict"])
             return
-        if self._find_other_options(tree["groups"]):
+        if self._find_other_options(_list_options(tree["groups"])):
             return
         index_of = {name: index for index, name in enumerate(self._parameters)}
         groups = self._build_groups(tree["groups"], index_of)
@@ -385,12 +385,10 @@ class OptimizerItem(StateItem):
         for name, parameter in self._unowned_parameters().items():
             copy_into(tree.get("parameters", {}).get(name), parameter)
 
-    def _find_other_options(self, saved: Sequence[Mapping[str, Any]]) -> str:
+    def _find_other_options(self, options: Set[str]) -> str:
         """Return a sentence if the options are those of another class; a version of torch may have added some, or removed some."""
-        options = {key for group in saved for key in group}
         missing = [key for key in self._optimizer.defaults if key not in options]
-        live = {key for group in self._optimizer.param_groups for key in group}
-        unexpected = sorted(options - live - {"param_names"})
+        unexpected = sorted(options - _list_options(self._optimizer.param_groups) - {"param_names"})
         if not options - {"params", "param_names"} or not missing or not unexpected:
             return ""
         return (
@@ -451,6 +449,10 @@ class OptimizerItem(StateItem):
 def _are_different(saved: str, live: str, module: ModuleType) -> bool:
     """Return whether two names are those of different classes of torch; classes of scripts may be renamed, or derived from them."""
     return saved != live and all(isinstance(getattr(module, name, None), type) for name in (saved, live))
+
+
+def _list_options(groups: Iterable[Iterable[str]]) -> set[str]:
+    return {key for group in groups for key in group}
 
 
 def _list_parameters(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
