@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -385,7 +385,7 @@ class OptimizerItem(StateItem):
         for name, parameter in self._unowned_parameters().items():
             copy_into(tree.get("parameters", {}).get(name), parameter)
 
-    def _find_other_options(self, options: Set[str]) -> str:
+    def _find_other_options(self, options: set[str]) -> str:
         """Return a sentence if the options are those of another class; a version of torch may have added some, or removed some."""
         missing = [key for key in self._optimizer.defaults if key not in options]
         unexpected = sorted(options - _list_options(self._optimizer.param_groups) - {"param_names"})
