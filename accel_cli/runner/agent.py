@@ -45,7 +45,7 @@ from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.preflight import Preflight
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.stalls import Stall, StallWatch
+from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
 from accel_cli.runs.speed import RankSpeed, describe_slow_rank, describe_throughput
@@ -97,7 +97,9 @@ class ElasticAgent(LocalElasticAgent):
         self._outputs: RankOutputs | None = None
         self._exchange: FailureExchange | None = None
         self._stall_watch: StallWatch | None = None
-        self._hangs = HangExchange(self._bootstrap, 0, (), self._read_hang)
+        self._hangs = HangExchange(self._bootstrap, 0, (), self._read_hang, self._describe_activity)
+        self._has_finished = False
+        """True once all ranks of this node have ended with exit code 0, while those of other nodes run."""
         self._follows_stall = False
         """True if the processes were started again because of a stall."""
         self._speeds: dict[int, RankSpeed] = {}
@@ -197,7 +199,9 @@ class ElasticAgent(LocalElasticAgent):
             self._follows_stall = reason.is_stall
         self._round, self._restart_reason = self._handler.round, None
         nodes = self._nodes.nodes if self._nodes else ()
-        self._hangs = HangExchange(self._bootstrap, self._round, nodes, self._read_hang)
+        self._hangs = HangExchange(
+            self._bootstrap, self._round, nodes, self._read_hang, self._describe_activity
+        )
         self._remaining_restarts = self._budget.remaining
 
     def _format_progress(self) -> str:
@@ -239,7 +243,7 @@ class ElasticAgent(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         context, workers = self._run_context, worker_group.workers
-        self._attempt, self._started = self._attempt + 1, time.monotonic()
+        self._attempt, self._started, self._has_finished = self._attempt + 1, time.monotonic(), False
         shown = select_ranks(context.settings.ranks, workers[0].world_size)
         self._outputs = RankOutputs(
             context.log_warning,
@@ -352,6 +356,7 @@ class ElasticAgent(LocalElasticAgent):
         if result.failures:
             self._restart_reason = self._build_restart_reason(result)
         elif result.state is WorkerState.SUCCEEDED:
+            self._has_finished = True
             return self._await_nodes(self._nodes, result) if self._nodes else result
         elif result.state is WorkerState.HEALTHY:
             self._report_lingering(_EXIT_S)
@@ -368,16 +373,22 @@ class ElasticAgent(LocalElasticAgent):
     def _watch_stalls(self, folders: Mapping[int, RankFolder]) -> None:
         settings = self._run_context.settings
         if settings.stall_timeout:
+            has_other_nodes = bool(self._nodes and len(self._nodes.nodes) > 1)
             self._stall_watch = StallWatch(
-                folders,
+                RankObserver(folders, self._hangs.collect, has_other_nodes=has_other_nodes),
                 settings.stall_timeout,
-                self._run_context.recorder.record,
                 settings.startup_timeout,
-                self._hangs.collect,
+                self._run_context.recorder.record,
             )
 
     def _read_hang(self) -> HangRecord:
         return stalls.read_hang_record(self._run_context.folder.list_ranks(self._attempt))
+
+    def _describe_activity(self) -> str:
+        """Describe for other nodes what the ranks of this one do that may be work."""
+        if self._has_finished:
+            return "all ranks finished with exit code 0"
+        return self._stall_watch.describe_activity() if self._stall_watch else ""
 
     def _handle_stall(self, stall: Stall, healthy: RunResult) -> RunResult:
         """Return an unhealthy result, which restarts the processes of all nodes, if that is the action and may help.
@@ -450,6 +461,7 @@ class ElasticAgent(LocalElasticAgent):
                     int(rank): RankSpeed.from_json(data) for part in parts for rank, data in part.items()
                 }
             return succeeded
+        self._hangs.answer()
         # Not only once the rendezvous is closed: the node that serves the store ends at once after that.
         self._raise_if_ended()
         return self._check_nodes(nodes, RunResult(state=WorkerState.HEALTHY))

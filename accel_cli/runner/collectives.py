@@ -6,6 +6,7 @@ calls on each rank, so that equal numbers belong together. With gloo only `retir
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -13,14 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file
 from accel_runtime.environment.collective_trace import REQUEST_FILE, TRACE_FILE
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Collective", "GroupTrace", "explain_hang", "parse_trace", "request_traces"]
+__all__ = [
+    "Collective",
+    "GroupTrace",
+    "explain_hang",
+    "find_absent_ranks",
+    "has_different_calls",
+    "have_collectives_advanced",
+    "parse_trace",
+    "request_traces",
+]
 
 _TIMEOUT_S, _POLL_S = 3.0, 0.05
 _MAX_BYTES = 64 << 20
@@ -136,6 +146,73 @@ def _parse_ranks(configs: Mapping[str, Any], name: str) -> tuple[int, ...]:
     return tuple(json.loads(str(config.get("ranks", "[]")) or "[]"))
 
 
+class _Wait(NamedTuple):
+    """The oldest collective of a group that ranks wait in."""
+
+    number: int
+    members: Mapping[int, GroupTrace]
+    """The records of the ranks of the group."""
+    calls: Mapping[str, Sequence[int]]
+    """The ranks that wait, by their call."""
+    absent: Sequence[int]
+    """The ranks that have not entered it."""
+    unknown: Sequence[int]
+    """The ranks of the group without a record."""
+
+
+def _find_wait(name: str, traces: Mapping[int, Mapping[str, GroupTrace]]) -> _Wait | None:
+    """Return what ranks wait in, in the group of a name; None if no rank waits."""
+    empty = GroupTrace((), {})
+    known = next(trace[name].ranks for trace in traces.values() if name in trace)
+    members = {rank: trace.get(name, empty) for rank, trace in traces.items() if not known or rank in known}
+    pending = [number for trace in members.values() if (number := trace.pending) is not None]
+    if not pending:
+        return None
+    number = min(pending)
+    calls: dict[str, list[int]] = {}
+    for rank, trace in sorted(members.items()):
+        collective = trace.collectives.get(number)
+        if collective and not collective.is_completed:
+            calls.setdefault(str(collective), []).append(rank)
+    absent = [rank for rank, trace in sorted(members.items()) if trace.last < number]
+    return _Wait(number, members, calls, absent, sorted(set(known) - traces.keys()))
+
+
+def _find_waits(traces: Mapping[int, Mapping[str, GroupTrace]]) -> dict[str, _Wait]:
+    names = sorted({name for trace in traces.values() for name in trace})
+    return {name: wait for name in names if (wait := _find_wait(name, traces))}
+
+
+def find_absent_ranks(traces: Mapping[int, Mapping[str, GroupTrace]]) -> dict[int, set[int]]:
+    """Return for each rank that waits in a collective the ranks that have not entered it, if there are any.
+
+    Ranks of the group without a record are among them.
+    """
+    result: dict[int, set[int]] = {}
+    for wait in _find_waits(traces).values():
+        if missing := {*wait.absent, *wait.unknown}:
+            for rank in itertools.chain.from_iterable(wait.calls.values()):
+                result.setdefault(rank, set()).update(missing)
+    return result
+
+
+def has_different_calls(traces: Mapping[int, Mapping[str, GroupTrace]]) -> bool:
+    """Return whether ranks wait for each other in different calls under one number."""
+    return any(len(wait.calls) > 1 for wait in _find_waits(traces).values())
+
+
+def have_collectives_advanced(
+    before: Mapping[int, Mapping[str, GroupTrace]], now: Mapping[int, Mapping[str, GroupTrace]]
+) -> bool:
+    """Return whether a rank has entered or completed a collective between two records."""
+    empty = GroupTrace((), {})
+    return any(
+        group.last > (earlier := before[rank].get(name, empty)).last or group.pending != earlier.pending
+        for rank in before.keys() & now.keys()
+        for name, group in now[rank].items()
+    )
+
+
 def explain_hang(traces: Mapping[int, Mapping[str, GroupTrace]], locations: Mapping[int, str]) -> list[str]:
     """Return lines about each group whose oldest collective has not completed; none if no rank waits in one.
 
@@ -143,43 +220,27 @@ def explain_hang(traces: Mapping[int, Mapping[str, GroupTrace]], locations: Mapp
         traces: The records of the ranks.
         locations: The line of the script at which each rank is, if it is known.
     """
-    names = sorted({name for trace in traces.values() for name in trace})
-    return [line for name in names for line in _explain_group(name, traces, locations)]
+    waits = _find_waits(traces)
+    return [line for name, wait in waits.items() for line in _explain_wait(name, wait, locations)]
 
 
-def _explain_group(
-    name: str, traces: Mapping[int, Mapping[str, GroupTrace]], locations: Mapping[int, str]
-) -> Iterator[str]:
-    empty = GroupTrace((), {})
-    known = next(trace[name].ranks for trace in traces.values() if name in trace)
-    members = {rank: trace.get(name, empty) for rank, trace in traces.items() if not known or rank in known}
-    waiting = [number for trace in members.values() if (number := trace.pending) is not None]
-    if not waiting:
-        return
-    number = min(waiting)
+def _explain_wait(name: str, wait: _Wait, locations: Mapping[int, str]) -> Iterator[str]:
+    number = wait.number
     label = f"collective {number} of {'the default group' if name == '0' else f'the group {name}'}"
-    entered = {
-        rank: trace.collectives[number] for rank, trace in members.items() if number in trace.collectives
-    }
-    by_call: dict[str, list[int]] = {}
-    for rank, collective in sorted(entered.items()):
-        if not collective.is_completed:
-            by_call.setdefault(str(collective), []).append(rank)
-    if len(by_call) > 1:
-        calls = "; ".join(f"{format_ranks(ranks)}: {call}" for call, ranks in by_call.items())
+    if len(wait.calls) > 1:
+        calls = "; ".join(f"{format_ranks(ranks)}: {call}" for call, ranks in wait.calls.items())
         yield f"  {label} differs: {calls}"
     else:
-        ((call, ranks),) = by_call.items()
+        ((call, ranks),) = wait.calls.items()
         yield f"  {format_ranks(ranks)} {_are(ranks)} in {call}, {label}"
-    for rank, trace in sorted(members.items()):
-        if trace.last < number:
-            last = trace.collectives.get(trace.last)
-            before = f"its last one is number {trace.last}, {last}" if last else "it has made none"
-            place = f"; it is at {locations[rank]}" if locations.get(rank) else ""
-            yield f"  rank {rank} has not entered it: {before}{place}"
-    elsewhere = sorted(set(known) - traces.keys())
-    if elsewhere:
-        yield f"  {format_ranks(elsewhere)} {_are(elsewhere)} without a record"
+    for rank in wait.absent:
+        trace = wait.members[rank]
+        last = trace.collectives.get(trace.last)
+        before = f"its last one is number {trace.last}, {last}" if last else "it has made none"
+        place = f"; it is at {locations[rank]}" if locations.get(rank) else ""
+        yield f"  rank {rank} has not entered it: {before}{place}"
+    if wait.unknown:
+        yield f"  {format_ranks(wait.unknown)} {_are(wait.unknown)} without a record"
 
 
 def _are(ranks: Sequence[int]) -> str:

@@ -31,10 +31,16 @@ class HangRecord:
     """The records of the ranks, by rank and group."""
     locations: Mapping[int, str] = field(default_factory=dict)
     """The line of the script at which each rank is, if it is known."""
+    activity: Mapping[str, str] = field(default_factory=dict)
+    """What other nodes do that may be work, by their host."""
 
     def merge(self, other: HangRecord) -> HangRecord:
         """Return the records of both."""
-        return HangRecord({**self.traces, **other.traces}, {**self.locations, **other.locations})
+        return HangRecord(
+            {**self.traces, **other.traces},
+            {**self.locations, **other.locations},
+            {**self.activity, **other.activity},
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON data, with the newest collectives only."""
@@ -69,7 +75,10 @@ class HangRecord:
             }
             for rank, groups in data["traces"].items()
         }
-        return cls(traces, {int(rank): f"{place} on {host}" for rank, place in data["locations"].items()})
+        locations = {int(rank): f"{place} on {host}" for rank, place in data["locations"].items()}
+        return cls(
+            traces, locations, {host: f"{activity} on {host}"} if (activity := data.get("activity")) else {}
+        )
 
 
 class HangExchange:
@@ -80,6 +89,7 @@ class HangExchange:
         number: The round.
         nodes: All nodes of the round; none if this is the only one.
         read: Returns the record of the ranks of this node.
+        describe_activity: Describes what the ranks of this node do that may be work; empty if they seem to hang.
     """
 
     def __init__(
@@ -88,8 +98,9 @@ class HangExchange:
         number: int,
         nodes: Sequence[NodeInfo],
         read: Callable[[], HangRecord],
+        describe_activity: Callable[[], str],
     ) -> None:
-        self._bootstrap, self._read = bootstrap, read
+        self._bootstrap, self._read, self._describe_activity = bootstrap, read, describe_activity
         self._prefix = f"round/{number}/hang"
         self._others = {node.id: node.host for node in nodes if node.id != bootstrap.node.id}
         self._answered = 0
@@ -106,7 +117,7 @@ class HangExchange:
             self._publish(self._read(), asked)
 
     def collect(self, own: HangRecord) -> HangRecord:
-        """Return the records of all nodes that answer in time, with that of this node."""
+        """Return the records of all nodes, with that of this node; a node that does not answer in time has none."""
         records = own
         with suppress(DistError):  # the store is lost
             if self._others:
@@ -130,10 +141,12 @@ class HangExchange:
                 # Another node that has found the same hang waits for this one.
                 self._publish(own, newest)
             time.sleep(_POLL_S)
+        for host in waiting.values():
+            yield HangRecord(activity={host: f"the launcher on {host} does not answer"})
 
     def _publish(self, record: HangRecord, asked: int) -> None:
         self._answered = asked
-        text = json.dumps({"asked": asked, **record.to_json()})
+        text = json.dumps({"asked": asked, "activity": self._describe_activity(), **record.to_json()})
         self._bootstrap.set_value(f"{self._prefix}/{self._bootstrap.node.id}", text)
 
     def _count(self, amount: int) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from accel_cli import console, worker
 from accel_cli.planning.plan import StallAction
 from accel_cli.runner.collectives import explain_hang, request_traces
 from accel_cli.runner.guard import send_signal
+from accel_cli.runner.hang_evidence import Observation, judge, observe_ranks
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
@@ -24,6 +25,7 @@ from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
 __all__ = [
+    "RankObserver",
     "Stacks",
     "Stall",
     "StallWatch",
@@ -37,6 +39,13 @@ __all__ = [
 _SHOWN_FRAMES = 8
 _STARTUP_FACTOR = 10
 """How much longer than the timeout the time to the first step may be, unless the profile sets it."""
+_DOUBT_FACTOR = 10
+"""How much longer than the limit ranks may show signs of work without progress."""
+_MIN_PAUSE_S = 2.0
+"""A launcher that does not run for this time was stopped; a busy computer delays it for less."""
+_MAX_OBSERVATION_S = 20.0
+"""The most seconds of an observation: stacks and collectives of this node, three each, and the answers of the others, six."""
+_SHOWN_DOUBTS = 3
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parents[1]}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
@@ -51,6 +60,60 @@ class Stall(NamedTuple):
     """True if a rank has made a step, or has got past its first batch, in this attempt."""
     is_seen: bool = True
     """True if any rank has recorded progress, such as the creation of an Accelerator."""
+
+
+class RankObserver:
+    """Observes the ranks of this node for a `StallWatch`.
+
+    Args:
+        folders: Their folders.
+        collect: Adds the records of other nodes to that of this one.
+        has_other_nodes: True if ranks of other nodes take part.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[int, RankFolder],
+        collect: Callable[[HangRecord], HangRecord] = lambda own: own,
+        *,
+        has_other_nodes: bool = False,
+    ) -> None:
+        self._folders, self._collect, self._has_other_nodes = folders, collect, has_other_nodes
+
+    def read_clock(self) -> float:
+        """Return a time in seconds that goes on while the computer sleeps, where there is such a clock."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
+
+    def read_beats(self) -> dict[int, Beat | None]:
+        """Read the heartbeats of the ranks."""
+        return {rank: Beat.read(folder.beat) for rank, folder in self._folders.items()}
+
+    def have_scripts_begun(self) -> bool:
+        """Return True if every rank has begun its script: just before, it opens the file for its stacks."""
+        return all(folder.stacks.exists() for folder in self._folders.values())
+
+    def observe(self, beats: Mapping[int, Beat | None], moment: float, *, with_others: bool) -> Observation:
+        """Observe the ranks by their stacks, collectives, processor time, transferred bytes and output.
+
+        Args:
+            beats: Their heartbeats.
+            moment: The time of the observation, in seconds.
+            with_others: Ask the other nodes too.
+        """
+        stacks = request_stacks(self._folders)
+        collectives = {rank: (beat.collectives, beat.is_inside) for rank, beat in beats.items() if beat}
+        frames = {rank: each.main for rank, each in stacks.items()}
+        record = _read_record(self._folders, stacks)
+        return Observation(
+            moment,
+            observe_ranks(self._folders, frames, collectives),
+            self._collect(record) if with_others else record,
+            self._has_other_nodes,
+        )
+
+    def format_report(self, beats: Mapping[int, Beat | None], seconds: float) -> str:
+        """Format the report of a stall."""
+        return _format_report(self._folders, beats, seconds, self._collect)
 
 
 def explain_no_restart(
@@ -75,56 +138,130 @@ def explain_no_restart(
 
 
 class StallWatch:
-    """Watches the progress of ranks, and reports once if none of them makes progress for `timeout` seconds.
+    """Watches the ranks of this node, and reports once if they hang.
+
+    The time without progress is that in which the watch itself ran: a launcher that was stopped, or whose computer slept,
+    begins again. At a half of the limit and at the limit the ranks are observed, and the observations compared. Without any
+    sign of work the stall is reported; signs that may be work extend the limit at most tenfold; see `hang_evidence.py`.
 
     Before the first step, which may wait for imports, connections, the first batch and a compiler, the limit is
     `startup_timeout`. The time begins when all ranks have begun their script, or one of them records progress.
+
+    Args:
+        observer: Observes the ranks.
+        timeout: The limit in seconds.
+        startup_timeout: The limit before the first step; by default ten times the limit.
+        record: Records an event of the run.
     """
 
     def __init__(
         self,
-        folders: Mapping[int, RankFolder],
+        observer: RankObserver,
         timeout: float,
-        record: Callable[..., None] = lambda *_, **__: None,
         startup_timeout: float | None = None,
-        collect: Callable[[HangRecord], HangRecord] = lambda own: own,
+        record: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
-        self._folders, self._timeout, self._collect = folders, timeout, collect
+        self._observer, self._timeout, self._record = observer, timeout, record
         self._startup_timeout = startup_timeout or timeout * _STARTUP_FACTOR
-        self._record = record
-        """Records an event of the run."""
-        self._started = self._next_check = time.monotonic()
-        self._have_begun = False
-        self._stalled_since: float | None = None
+        self._interval = min(1.0, timeout / 4)
+        self._last_check = observer.read_clock()
+        self._watched = 0.0
+        """The time in which this watch ran, in seconds; the following times are read from it."""
+        self._last_progress = 0.0
+        self._last_doubt: float | None = None
+        self._next_observation = 0.0
+        self._observation: Observation | None = None
+        self._doubts: Sequence[str] = ()
+        self._signs: object = None
+        self._has_begun = self._is_stalled = self._is_explained = False
 
     def check(self) -> Stall | None:
         """Check for progress, at most four times per timeout, and return a stall once it has been reported."""
-        now = time.monotonic()
-        if now < self._next_check:
+        now = self._observer.read_clock()
+        elapsed = now - self._last_check
+        if elapsed < self._interval:
             return None
-        self._next_check = now + min(1.0, self._timeout / 4)
-        beats = {rank: Beat.read(folder.beat) for rank, folder in self._folders.items()}
-        if not self._have_begun and (any(beats.values()) or self._have_scripts_begun()):
-            self._have_begun, self._started = True, now
+        self._last_check = now
+        self._watched += min(elapsed, 2 * self._interval)
+        beats = self._observer.read_beats()
         has_trained = any(beat.steps or beat.batches > 1 for beat in beats.values() if beat)
-        timeout = self._timeout if has_trained else self._startup_timeout
-        newest = max([self._started, *(beat.time for beat in beats.values() if beat)])
-        if self._stalled_since is not None and newest > self._stalled_since:
-            seconds = newest - self._stalled_since
-            console.note(f"progress resumed after {seconds:.0f} s")
-            self._record("progress", seconds=seconds)
-            self._stalled_since = None
-        elif self._stalled_since is None and now - newest >= timeout:
-            self._stalled_since = newest
-            report = _format_report(self._folders, beats, now - newest, self._collect)
-            console.note(report)
-            self._record("stall", seconds=now - newest, text=report)
-            return Stall(now - newest, has_trained, is_seen=any(beats.values()))
+        signs = _read_signs(beats)
+        has_begun = self._has_begun or any(beats.values()) or self._observer.have_scripts_begun()
+        is_pause = elapsed > max(_MIN_PAUSE_S, self._timeout / 4)
+        if is_pause or signs != self._signs or has_begun != self._has_begun:
+            self._signs, self._has_begun = signs, has_begun
+            self._restart_count(is_progress=not is_pause)
+        if self._is_stalled:
+            return None
+        limit = self._timeout if has_trained else self._startup_timeout
+        if self._watched < max(self._next_observation, self._last_progress + limit / 2):
+            return None
+        silence = self._judge(beats, limit)
+        if silence is None:
+            return None
+        self._is_stalled = True
+        report = self._observer.format_report(beats, silence)
+        console.note(report)
+        self._record("stall", seconds=silence, text=report)
+        return Stall(silence, has_trained, is_seen=any(beats.values()))
+
+    def describe_activity(self) -> str:
+        """Describe what the ranks of this node do that may be work; empty if they seem to hang."""
+        if self._is_stalled:
+            return ""
+        if self._watched - self._last_progress < self._timeout / 2:
+            return "ranks make progress"
+        return self._doubts[0] if self._doubts else ""
+
+    def _judge(self, beats: Mapping[int, Beat | None], limit: float) -> float | None:
+        """Observe the ranks; return the seconds without progress if they hang."""
+        silence = self._watched - self._last_progress
+        is_due = silence >= limit
+        before = self._observation
+        self._observation = self._observer.observe(beats, self._watched, with_others=is_due)
+        # The time that the observation takes is no pause, but it may contain one, and progress.
+        started, self._last_check = self._last_check, self._observer.read_clock()
+        self._next_observation = self._watched + limit / 2
+        if self._last_check - started > _MAX_OBSERVATION_S:
+            self._restart_count(is_progress=False)
+            return None
+        if before is None or _read_signs(self._observer.read_beats()) != self._signs:
+            return None
+        judgement = judge(before, self._observation)
+        self._doubts = judgement.doubts
+        if judgement.has_progress:
+            self._restart_count(is_progress=True)
+            return None
+        if judgement.doubts:
+            self._last_doubt = self._watched
+        if not is_due:
+            return None
+        is_idle = self._last_doubt is None or self._watched - self._last_doubt >= limit
+        if judgement.is_hang or is_idle or silence >= _DOUBT_FACTOR * limit:
+            return silence
+        if not self._is_explained:
+            self._is_explained = True
+            reasons = "; ".join(judgement.doubts[:_SHOWN_DOUBTS])
+            if reasons:
+                console.note(
+                    f"no progress for {silence:.0f} s, but no sure sign of a hang: {reasons}. It is a stall after "
+                    f"{_DOUBT_FACTOR * limit:.0f} s, or after {limit:.0f} s without such a sign"
+                )
         return None
 
-    def _have_scripts_begun(self) -> bool:
-        """Return True if every rank has begun its script: just before, it opens the file for its stacks."""
-        return all(folder.stacks.exists() for folder in self._folders.values())
+    def _restart_count(self, *, is_progress: bool) -> None:
+        """Count the time without progress from now on."""
+        if self._is_stalled and is_progress:
+            seconds = self._watched - self._last_progress
+            console.note(f"progress resumed after {seconds:.0f} s")
+            self._record("progress", seconds=seconds)
+            self._is_stalled = False
+        self._last_progress, self._last_doubt, self._next_observation = self._watched, None, 0.0
+        self._observation, self._doubts, self._is_explained = None, (), False
+
+
+def _read_signs(beats: Mapping[int, Beat | None]) -> list[object]:
+    return [beat and beat.signs_of_life for beat in beats.values()]
 
 
 def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> str:

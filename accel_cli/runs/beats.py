@@ -148,6 +148,11 @@ class Beat:
         )
 
     @property
+    def signs_of_life(self) -> tuple[object, ...]:
+        """All that changes when the rank does anything that its heartbeat records, such as a backward pass."""
+        return (self.steps, self.batches, self.collectives, self.is_inside, self.time, self.part, self.totals)
+
+    @property
     def location(self) -> str:
         """The location of the rank relative to its newest collective; without one, the part of its step, or its last one."""
         if not self.collectives and not self.is_inside and self.part in _PARTS:

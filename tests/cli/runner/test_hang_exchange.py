@@ -38,11 +38,11 @@ class Bootstrap:
         self.store.set(self.get_key(name), text)
 
 
-def build_exchanges(*records):
+def build_exchanges(*records, activity=""):
     store = HashStore()
     nodes = [Bootstrap(store, name).node for name in "ab"[: len(records)]]
     return [
-        HangExchange(Bootstrap(store, node.id), 1, nodes, lambda record=record: record)
+        HangExchange(Bootstrap(store, node.id), 1, nodes, lambda record=record: record, lambda: activity)
         for node, record in zip(nodes, records, strict=True)
     ]
 
@@ -86,11 +86,20 @@ def test_two_nodes_that_find_it_at_the_same_time_answer_each_other():
     assert [sorted(results[number].traces) for number in range(2)] == [[0, 1], [0, 1]]
 
 
-def test_a_node_that_does_not_answer_is_left_out(monkeypatch):
+def test_a_node_that_does_not_answer_is_named_as_such(monkeypatch):
     monkeypatch.setattr(hang_exchange, "_WAIT_S", 0.3)
     first, _ = build_exchanges(build_record(0, 5), build_record(1, 4))
     own = build_record(0, 5)
-    assert first.collect(own).traces == own.traces
+    collected = first.collect(own)
+    assert collected.traces == own.traces
+    assert collected.activity == {"host-b": "the launcher on host-b does not answer"}
+
+
+def test_the_activity_of_another_node_arrives_with_its_name(monkeypatch):
+    monkeypatch.setattr(hang_exchange, "_CHECK_S", 0.0)
+    first, second = build_exchanges(build_record(0, 5), build_record(1, 4), activity="rank 1 saves")
+    second._publish(build_record(1, 4), 1)
+    assert first.collect(build_record(0, 5)).activity == {"host-b": "rank 1 saves on host-b"}
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])

@@ -1,74 +1,272 @@
-"""The time from which the launcher counts a stall, and the limits before and after the first step."""
+"""A hang is reported at the limit, and a healthy run is not: programs in simulated time, with pauses of all kinds."""
 
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
 from accel_cli.runner import stalls
-from accel_cli.runner.stalls import StallWatch
+from accel_cli.runner.collectives import Collective, GroupTrace
+from accel_cli.runner.hang_evidence import Observation, RankObservation
+from accel_cli.runner.hang_exchange import HangRecord
+from accel_cli.runner.stalls import RankObserver, StallWatch
 from accel_cli.runs.run_dir import RankFolder
 
-STARTUP_S = 100
+TIMEOUT_S, STARTUP_S, STEP_S = 30, 100, 0.1
+RANKS = (0, 1)
 
 
-@pytest.fixture
-def watch(tmp_path, monkeypatch):
-    """A watch of two ranks with a timeout of 30 s, and a function that checks at a time; it returns what was recorded."""
-    clock = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None, now=100.0)
-    monkeypatch.setattr(stalls, "time", clock)
-    folders = {rank: RankFolder(tmp_path / f"rank_{rank}") for rank in (0, 1)}
-    for folder in folders.values():
-        folder.path.mkdir()
-    events = []
-    beats = {}
-    monkeypatch.setattr(stalls.Beat, "read", lambda file: beats.get(file.parent.name))
-    stall_watch = StallWatch(folders, 30, lambda event, **_: events.append(event), startup_timeout=STARTUP_S)
+@dataclass
+class Work:
+    """What the ranks do in a part of a program; each field is a rate per second or a state."""
 
-    def check(seconds, **progress):
-        clock.now = 100.0 + seconds
-        if progress:
-            beats["rank_0"] = SimpleNamespace(
-                **{"steps": 0, "batches": 0, "location": "", "time": clock.now} | progress
+    seconds: float
+    steps: float = 0
+    batches: float = 0
+    backwards: float = 0
+    processor: tuple[float, float] = (0, 0)
+    output: tuple[float, float] = (0, 0)
+    transferred: tuple[float, float] = (0, 0)
+    all_reduces: float = 0
+    stacks: tuple[str, str] = ("train.py:5", "train.py:5")
+    ended: frozenset[int] = frozenset()
+    waits: frozenset[int] = frozenset()
+    """The ranks in an all_reduce that the other one has not entered."""
+    calls: tuple[str, str] = ("all_reduce", "all_reduce")
+
+
+class Machine(RankObserver):
+    """Ranks in simulated time; `pause` stops the launcher, and the ranks with it or not."""
+
+    def __init__(self, *parts):
+        super().__init__({})
+        self.parts, self.now, self.worked = parts, 0.0, 0.0
+
+    def pass_time(self, seconds, *, ranks=True):
+        self.now += seconds
+        self.worked += seconds if ranks else 0
+
+    def find_part(self):
+        start = 0.0
+        for part in self.parts:
+            if self.worked < start + part.seconds:
+                return part
+            start += part.seconds
+        return self.parts[-1]
+
+    def total(self, name, rank=None):
+        """Return how often something has happened."""
+        left, total = self.worked, 0.0
+        for part in self.parts:
+            rate = getattr(part, name)
+            total += min(left, part.seconds) * (rate if rank is None else rate[rank])
+            left -= min(left, part.seconds)
+        return int(total)
+
+    def read_clock(self):
+        return self.now
+
+    def have_scripts_begun(self):
+        return True
+
+    def read_beats(self):
+        counts = {name: self.total(name) for name in ("steps", "batches", "backwards")}
+        signs = tuple(counts.values())
+        return {rank: SimpleNamespace(**counts, signs_of_life=signs) for rank in RANKS if any(signs)}
+
+    def observe(self, beats, moment, *, with_others):  # noqa: ARG002 - as in the base class
+        part = self.find_part()
+        ranks, traces = {}, {}
+        for rank in RANKS:
+            ranks[rank] = RankObservation(
+                (part.stacks[rank],),
+                rank in part.ended,
+                processor_s=self.total("processor", rank),
+                transferred=self.total("transferred", rank),
+                output=self.total("output", rank),
             )
-        return events, stall_watch.check()
+            last = 1 + self.total("all_reduces")
+            collectives = {last: Collective("gloo:all_reduce", (), is_completed=True)}
+            if rank in part.waits:
+                collectives[last + 1] = Collective(part.calls[rank], (), is_completed=False)
+            if rank not in part.ended:
+                traces[rank] = {"0": GroupTrace(RANKS, collectives)}
+        return Observation(moment, ranks, HangRecord(traces), has_other_nodes=False)
 
-    return folders, check
-
-
-def test_a_stall_is_counted_from_the_begin_of_the_script_on_all_ranks(watch):
-    folders, check = watch
-    folders[0].stacks.touch()
-    assert check(90) == ([], None)
-    folders[1].stacks.touch()
-    assert check(95) == ([], None)
-    assert check(194) == ([], None)
-    assert check(196) == (["stall"], (101, False, False))
-    assert check(197) == (["stall"], None), "a stall is reported once"
+    def format_report(self, beats, seconds):  # noqa: ARG002 - as in the base class
+        return "stalled"
 
 
-def test_ranks_that_do_not_begin_their_script_are_a_stall_too(watch, capsys):
-    _, check = watch
-    assert check(99) == ([], None)
-    assert check(101) == (["stall"], (101, False, False))
-    assert "no process on this machine has made progress for 101 s" in capsys.readouterr().err
+TRAINS = Work(20, steps=2, processor=(1, 1))
+SAVES = "/accel_runtime/checkpoint/save.py in write"
+HEALTHY = {
+    "slow steps": [Work(800, steps=1 / 25)],
+    "slow steps that sleep": [Work(800, steps=1 / 20, stacks=("train.py:3", "train.py:4"))],
+    "accumulation by backward": [TRAINS, Work(500, backwards=1 / 20)],
+    "batches without steps": [TRAINS, Work(500, batches=1 / 10)],
+    "collectives of torch only": [TRAINS, Work(500, all_reduces=20)],
+    "output only": [TRAINS, Work(500, output=(40, 0))],
+    "a save": [TRAINS, Work(250, stacks=(SAVES, SAVES)), TRAINS],
+    "a save of rank 0": [TRAINS, Work(250, stacks=(SAVES, SAVES), waits=frozenset({1})), TRAINS],
+    "an export of rank 0": [TRAINS, Work(250, processor=(0.9, 0), waits=frozenset({1})), TRAINS],
+    "a download behind a barrier": [
+        TRAINS,
+        Work(
+            250,
+            stacks=("get.py:3", "/torch/distributed/distributed_c10d.py in barrier"),
+            waits=frozenset({1}),
+        ),
+        TRAINS,
+    ],
+    "an upload": [TRAINS, Work(250, transferred=(10**6, 0), waits=frozenset({1})), TRAINS],
+    "a rank that finishes later": [TRAINS, Work(250, ended=frozenset({1}))],
+    "a compiler": [TRAINS, Work(250, processor=(3, 3)), TRAINS],
+    "a slow start": [Work(500, processor=(1, 1)), TRAINS],
+    "output at the start": [Work(800, output=(1, 1)), TRAINS],
+}
+STARTS = ("a slow start", "output at the start")
+WAITS = frozenset({0})
+HANGS = {
+    "a rank sleeps, the other waits": (Work(9999, waits=WAITS), 1),
+    "both sleep": (Work(9999), 1),
+    "the waiting rank polls": (Work(9999, waits=WAITS, processor=(1, 0)), 1),
+    "the waiting rank prints": (Work(9999, waits=WAITS, output=(10, 0)), 1),
+    "different collectives": (
+        Work(9999, waits=frozenset(RANKS), calls=("all_reduce", "broadcast"), processor=(1, 1)),
+        1,
+    ),
+    "a collective with a rank that has ended": (Work(9999, waits=WAITS, ended=frozenset({1})), 1),
+    "a rank spins": (Work(9999, waits=WAITS, processor=(0, 1)), 10),
+    "a barrier that a rank does not reach": (
+        Work(9999, waits=WAITS, stacks=("/torch/distributed/distributed_c10d.py in barrier", "train.py:9")),
+        10,
+    ),
+    "a save that does not end": (Work(9999, stacks=(SAVES, SAVES)), 10),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def silent(monkeypatch):
+    """The lines that were printed."""
+    lines = []
+    monkeypatch.setattr(stalls.console, "note", lines.append)
+    return lines
+
+
+def build_watch(machine):
+    return StallWatch(machine, TIMEOUT_S, STARTUP_S)
+
+
+def watch_for(machine, watch, seconds):
+    """Watch for the given time, or until the program ends; return the stall that is reported."""
+    end = machine.now + seconds
+    while machine.now < end and machine.worked < sum(part.seconds for part in machine.parts):
+        machine.pass_time(STEP_S)
+        if stall := watch.check():
+            return stall
+    return None
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_is_not_ended_whatever_it_does(name):
+    machine = Machine(*HEALTHY[name])
+    assert watch_for(machine, build_watch(machine), sum(part.seconds for part in machine.parts)) is None
+
+
+@pytest.mark.parametrize("program", range(50))
+def test_a_healthy_run_is_not_ended_by_pauses(program):
+    """Of the launcher alone, of all processes, and of the computer, at any moment and of any length."""
+    choose = random.Random(program)
+    names = choose.sample(sorted(HEALTHY.keys() - STARTS), 4)
+    first = HEALTHY[choose.choice(STARTS)] if program % 4 == 0 else []
+    parts = [*first, *(part for name in names for part in [TRAINS, *HEALTHY[name]])]
+    parts = [part for index, part in enumerate(parts) if not (part.ended and index < len(parts) - 1)]
+    machine = Machine(*parts)
+    watch = build_watch(machine)
+    total = sum(part.seconds for part in parts)
+    for _ in range(20):
+        assert watch_for(machine, watch, choose.uniform(0, total / 20)) is None
+        machine.pass_time(
+            choose.choice([0.5, 3, 20, 100, 5000]) * choose.random(), ranks=choose.random() < 0.3
+        )
+    assert watch_for(machine, watch, max(0, total - machine.worked)) is None
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_reported_once_at_its_limit(name, silent):
+    hang, factor = HANGS[name]
+    machine = Machine(TRAINS, hang)
+    watch = build_watch(machine)
+    assert watch_for(machine, watch, TRAINS.seconds) is None
+    stall = watch_for(machine, watch, (factor + 1.6) * TIMEOUT_S)
+    assert stall is not None
+    assert stall.seconds >= factor * TIMEOUT_S - 1
+    assert stall.has_trained
+    assert stall.is_seen
+    assert silent[-1] == "stalled"
+    assert len(silent) == (1 if factor == 1 else 2), "a line says why the run is left alone"
+    assert watch_for(machine, watch, 20 * TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_is_reported_after_a_pause(name):
+    hang, factor = HANGS[name]
+    machine = Machine(TRAINS, hang)
+    watch = build_watch(machine)
+    watch_for(machine, watch, TRAINS.seconds + 20)
+    machine.pass_time(500)
+    assert watch_for(machine, watch, 25) is None
+    assert watch_for(machine, watch, (factor + 1.6) * TIMEOUT_S) is not None
+
+
+def test_a_busy_computer_that_delays_the_launcher_does_not_hide_a_hang():
+    machine = Machine(TRAINS, Work(9999, waits=WAITS))
+    watch = build_watch(machine)
+    for _ in range(100):
+        machine.pass_time(1.9)
+        if watch.check():
+            return
+    pytest.fail("the hang was not reported")
+
+
+def test_progress_after_a_report_is_reported_too(silent):
+    machine = Machine(TRAINS, Work(60, waits=WAITS), TRAINS)
+    watch = build_watch(machine)
+    assert watch_for(machine, watch, 60)
+    assert watch_for(machine, watch, 40) is None
+    assert silent[-1].startswith("progress resumed after ")
 
 
 @pytest.mark.parametrize(
-    ("progress", "limit", "has_trained"),
+    ("first", "limit", "has_trained"),
     [
         ({}, STARTUP_S, False),
         ({"batches": 1}, STARTUP_S, False),
-        ({"batches": 2}, 30, True),
-        ({"steps": 1}, 30, True),
+        ({"batches": 2}, TIMEOUT_S, True),
+        ({"steps": 1}, TIMEOUT_S, True),
     ],
-    ids=["an Accelerator", "the first batch", "the second batch", "a step"],
+    ids=["nothing", "the first batch", "the second batch", "a step"],
 )
-def test_the_limit_is_longer_until_a_step_or_a_second_batch(watch, progress, limit, has_trained):
-    _, check = watch
-    assert check(10, time=110.0, **progress) == ([], None)
-    assert check(9 + limit) == ([], None)
-    assert check(11 + limit) == (["stall"], (limit + 1, has_trained, True))
+def test_the_limit_is_longer_until_a_step_or_a_second_batch(first, limit, has_trained):
+    machine = Machine(Work(1, **first), Work(9999))
+    watch = build_watch(machine)
+    assert watch_for(machine, watch, limit - 1) is None
+    stall = watch_for(machine, watch, 4)
+    assert stall is not None
+    assert stall.has_trained == has_trained
+    assert stall.is_seen == bool(first)
 
 
 def test_the_limit_before_the_first_step_is_ten_timeouts_by_default(tmp_path):
-    assert StallWatch({0: RankFolder(tmp_path)}, 30)._startup_timeout == 300
+    assert StallWatch(RankObserver({0: RankFolder(tmp_path)}), 30)._startup_timeout == 300
+
+
+def test_the_time_begins_when_all_ranks_have_begun_their_script(tmp_path):
+    machine = Machine(Work(9999))
+    machine.have_scripts_begun = lambda: machine.now > STARTUP_S / 2
+    watch = build_watch(machine)
+    assert watch_for(machine, watch, 1.5 * STARTUP_S - 2) is None
+    assert watch_for(machine, watch, 6) is not None
