@@ -25,7 +25,7 @@ from accel_cli.runs.run_files import read_pid
 __all__ = ["Judgement", "Observation", "RankObservation", "judge", "observe_ranks"]
 
 _BUSY_SHARE = 0.02
-"""The part of a processor that shows work: an idle rank with its monitoring threads uses less than 0.3 % of one."""
+"""The part of a processor that shows work: a sleeping rank with the threads of accel uses 0.3 % of one."""
 _BUSY_BYTES_PER_S = 64 << 10
 _BARRIER = "a barrier waits for a rank that works alone"
 _PHASES: Mapping[str, tuple[str, ...]] = {
