@@ -456,7 +456,10 @@ def describe_end(failure: Failure) -> str:
 def _describe_other_failures(first: Failure, local: Collection[Failure]) -> Iterator[str]:
     """Yield a line for consequences of the first failure, and one for other failures, on this node."""
     others = [failure for failure in local if failure != first]
-    consequences = [f.rank for f in others if f.cause in {Cause.ABORTED, Cause.TIMED_OUT, Cause.LOST_PEER}]
+    aborted = [failure.rank for failure in others if failure.cause == Cause.ABORTED]
+    if aborted:
+        yield f"{format_ranks(aborted)} {'was' if len(aborted) == 1 else 'were'} terminated by SIGABRT too"
+    consequences = [failure.rank for failure in others if failure.cause in {Cause.TIMED_OUT, Cause.LOST_PEER}]
     if consequences:
         yield f"{format_ranks(consequences)} failed as a consequence: lost the connection or timed out"
     independent = [failure for failure in others if failure.cause == Cause.PRIMARY]

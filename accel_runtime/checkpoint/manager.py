@@ -389,6 +389,7 @@ class StagingBuffers:
         is_needed = self._is_needed = threading.Event()
         self._reservation = threading.Thread(target=allocate_pages, name="accel-reserve", daemon=True)
         self._reservation.start()
+        atexit.register(self._wait)
 
     def copy_tensors(self, tensors: Mapping[_K, torch.Tensor]) -> dict[_K, torch.Tensor]:
         """Return contiguous copies on the CPU; those of the previous call are overwritten."""
@@ -424,6 +425,7 @@ class StagingBuffers:
             self._is_needed.set()
             self._reservation.join()
             self._reservation = None
+            atexit.unregister(self._wait)
 
     def _reserve(self, size: int) -> None:
         if size <= self._memory.nbytes:

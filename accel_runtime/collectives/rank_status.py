@@ -163,7 +163,8 @@ class StatusService:
         self._closed = True
         atexit.unregister(self.close)
         self._has_left.set()
-        self._watch.join(PATIENCE_S)
+        # Without a time-out: a thread that is scheduled only after the interpreter has ended would abort the process.
+        self._watch.join()
         if self._host_status is not None:
             return
         with suppress(RuntimeError):
@@ -174,7 +175,7 @@ class StatusService:
             if self.rank == 0 and not dist.is_torchelastic_launched():
                 self._stop_other_threads(last)
             self._request(self.rank, _LEAVE)
-            self._thread.join(PATIENCE_S)
+            self._thread.join()
 
     def _stop_other_threads(self, last: str) -> None:
         """Stop the threads of other ranks, which would print a C++ stack when the store ends with this process."""

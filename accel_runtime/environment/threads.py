@@ -17,6 +17,8 @@ __all__ = ["PAUSE_S", "wait_at_group_end", "wait_for_collectives", "wait_for_thr
 
 PAUSE_S = 0.002
 _EXIT_PAUSE_S, _EXIT_PATIENCE_S = 0.05, 0.5
+_GLOO_PATIENCE_S = 60.0
+"""With 64 ranks on two cores, a thread that has work is scheduled after seconds."""
 _TASKS = Path("/proc/self/task")
 
 
@@ -60,26 +62,37 @@ def wait_for_collectives() -> None:
 
 
 def wait_for_threads(pause_s: float, patience_s: float) -> None:
-    """Sleep for `pause_s`, then until no other thread of this process runs, for `patience_s` at most."""
-    end = time.monotonic() + patience_s
+    """Sleep for `pause_s`, then until no other thread of this process runs.
+
+    Threads of the script may run for ever: they are waited for `patience_s` seconds at most. Those of gloo end their work
+    whatever the load is.
+    """
+    start = time.monotonic()
     time.sleep(pause_s)
-    while other_threads_run() and time.monotonic() < end:
+    while running := find_running_threads():
+        waited = time.monotonic() - start
+        if waited > (_GLOO_PATIENCE_S if any("gloo" in name for name in running) else patience_s):
+            return
         time.sleep(PAUSE_S)
 
 
-def other_threads_run() -> bool:
-    """Return whether another thread of this process is runnable; False if that cannot be read."""
+def find_running_threads() -> list[str]:
+    """Return the names of the other threads of this process that are runnable; none if that cannot be read."""
     own = str(threading.get_native_id())
     try:
-        return any(_is_running(task) for task in _TASKS.iterdir() if task.name != own)
+        return [
+            name for task in _TASKS.iterdir() if task.name != own and (name := _read_running_name(task))
+        ]
     except OSError:
-        return False
+        return []
 
 
-def _is_running(task: Path) -> bool:
+def _read_running_name(task: Path) -> str:
+    """Return the name of a thread; empty if it does not run."""
     try:
         stat = (task / "stat").read_text(encoding="ascii", errors="replace")
     except OSError:  # the thread has ended
-        return False
+        return ""
     # "12 (a name) R 1 ...", see proc_pid_stat(5); a name may have brackets of its own.
-    return stat.rpartition(")")[2].lstrip().startswith("R")
+    before, _, after = stat.rpartition(")")
+    return before.partition("(")[2] or "?" if after.lstrip().startswith("R") else ""

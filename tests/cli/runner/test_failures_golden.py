@@ -48,6 +48,11 @@ FAILURES = {
     "killed": [replace(FAILED, chain=(), exitcode=-9)],
     "killed-for-memory": [replace(FAILED, chain=(), exitcode=-9, out_of_memory=True)],
     "crashed": [replace(FAILED, chain=(), exitcode=-11, crash=(SCRIPT,))],
+    "aborted": [
+        replace(FAILED, chain=(), exitcode=-6),
+        *(replace(FAILED, rank=rank, time=3.0, chain=(), exitcode=-6) for rank in (0, 2)),
+        replace(FAILED, rank=3, time=3.0, chain=(LOST,)),
+    ],
     "worker-killed": [replace(FAILED, chain=(WORKER,))],
     "worker-killed-for-memory": [replace(FAILED, chain=(WORKER,), out_of_memory=True)],
     "workers-lost": [replace(FAILED, chain=(WORKERS,))],
