@@ -80,9 +80,7 @@ def find_running_threads() -> list[str]:
     """Return the names of the other threads of this process that are runnable; none if that cannot be read."""
     own = str(threading.get_native_id())
     try:
-        return [
-            name for task in _TASKS.iterdir() if task.name != own and (name := _read_running_name(task))
-        ]
+        return [name for task in _TASKS.iterdir() if task.name != own and (name := _read_running_name(task))]
     except OSError:
         return []
 
