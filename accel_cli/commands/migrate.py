@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ _PROGRESS_S = 5.0
 _MANY_FILES, _CHUNK = 16, 4
 _SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
 _STEPS, _TIMEOUT_S = 10, 300
+_PREPARED = re.compile(r"accelerator\.prepare(?:_data_loader)?\(([^)]*)\)")
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
@@ -129,6 +131,11 @@ def _convert(paths: list[Path], context: click.Context, *, write: bool, check: b
         console.note("nothing to convert")
     elif changed and not write:
         console.note(f"{_count(len(changed))} would change; accel migrate --write applies it")
+    if write and (names := ", ".join(file.name for file in changed if _multiplies_batch(file))):
+        console.note(
+            f"{names}: on N processes, the global batch is N times as large as before, and the learning rate is not; "
+            "Accelerator(split_batches=True) keeps the global batch"
+        )
     if unwritten:
         context.exit(2)
     if check and ((changed and not write) or any(file.findings for file in files)):
@@ -272,6 +279,15 @@ def _describe_unchanged(file: MigratedFile) -> str:
     if file.library and not file.is_changed:
         return f"{file.name}: nothing has to change, since accel launch runs {file.library} as it is"
     return ""
+
+
+def _multiplies_batch(file: MigratedFile) -> bool:
+    """Return if a script of one process has loaders that are prepared now; those of several processes had as large batches before."""
+    is_parallel = any(word in file.before for word in ("distributed", "accelerate", "fabric"))
+    return not is_parallel and any(
+        re.search("load|data|batch|_dl", arguments, re.IGNORECASE)
+        for arguments in _PREPARED.findall(file.after)
+    )
 
 
 def _count(number: int) -> str:

@@ -58,6 +58,28 @@ def test_write_keeps_a_copy_and_the_permissions(capfd, script):
     assert sorted(path.name for path in script.parent.iterdir()) == ["train.py", "train.py.orig"]
 
 
+def test_write_ends_with_the_size_of_the_batch_and_the_learning_rate_of_a_script_of_one_process(
+    capfd, script
+):
+    text = "on N processes, the global batch is N times as large as before, and the learning rate is not"
+    assert text not in call_accel(capfd, "migrate", "train.py").stderr
+    assert (
+        call_accel(capfd, "migrate", "--write", "train.py")
+        .stderr.splitlines()[-1]
+        .startswith(f"accel: train.py: {text}")
+    )
+    parallel = RAW.replace("torch.manual_seed(0)", "torch.distributed.init_process_group()").replace(
+        "torch.nn.Linear(8, 1)", "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))"
+    )
+    by_hand = RAW.replace("for x in loader:", "for x in torch.randn(4, 8, 8):").replace(
+        "loader = Data", "# Data"
+    )
+    for other in (parallel, by_hand):
+        script.write_text(other)
+        done = call_accel(capfd, "migrate", "--write", "train.py")
+        assert ("wrote train.py" in done.stderr, text in done.stderr) == (True, False), done.stderr
+
+
 def test_the_progress_of_many_files_is_printed_also_without_a_terminal(capfd, script, monkeypatch):
     for name in ("a.py", "b.py"):
         script.with_name(name).write_text("x = 1\n")
