@@ -13,8 +13,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 import contextlib
 import ctypes
-import gc
-import hashlib
 import inspect
 import json
 import os
@@ -30,15 +28,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from accel_cli.migrate.step_records import Difference, RunConfig, RunEnd, StepRecord, encode_record
+from accel_cli.migrate.counter_runs import apply_changes
+from accel_cli.migrate.step_records import RunConfig, StepRecorder
 from accel_cli.worker import execute, prepare_script, print_exception
 from accel_runtime.environment.import_hooks import call_after_import
-from accel_runtime.environment.throughput import count_samples
 
 __all__ = ["Probe", "main"]
 
-_MAX_VALUES = 16384
-"""The number of values of a parameter that are compared; of larger ones, values at even distances."""
 _PEER_TIMEOUT_S = 60.0
 _SEED = 0
 _CHANGES: Mapping[str, slice] = {
@@ -60,17 +56,24 @@ _DEATH_SIGNAL = 1
 
 def main(arguments: list[str]) -> None:
     """Run a script with its arguments, and write the records."""
-    config, *sys.argv = arguments
+    text, *sys.argv = arguments
+    config = RunConfig(**json.loads(text))
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    probe = Probe(RunConfig(**json.loads(config)))
+    probe = Probe(config)
+    recorder = probe.recorder
     sys.addaudithook(probe.protect_files)
     random.seed(_SEED)
     call_after_import("numpy.random", lambda module: module.seed(_SEED))
-    call_after_import("torch", probe.watch_torch)
-    call_after_import("torch.utils.data.dataloader", probe.watch_loaders)
+    call_after_import("torch", probe.prepare_torch)
+    call_after_import("torch.utils.data.distributed", recorder.watch_samplers)
+    call_after_import("torch.utils.data._utils.fetch", recorder.watch_fetchers)
+    call_after_import("torch.utils.data.dataloader", recorder.watch_loaders)
+    call_after_import("accel_runtime.data.loader", recorder.watch_prepared_loaders)
     call_after_import("safetensors", probe.watch_safetensors)
     call_after_import("accel_runtime.accelerator.accelerator", probe.split_batches)
+    # After the recorder, which records what changed losses and orders are.
+    apply_changes(config.changes, config.world_size, lambda: recorder.is_training)
     prepare_script("script")
     try:
         execute("script", sys.argv[0])
@@ -89,20 +92,12 @@ def main(arguments: list[str]) -> None:
 
 
 class Probe:
-    """The records of this process."""
+    """The recorder of this process, and the changes of the script's world."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._pid = config, os.getpid()
-        self._torch: Any = None
+        self.recorder = StepRecorder(config, self.end)
         self._is_protecting = False
-        self._steps = 0
-        self._losses: list[float] = []
-        self._samples = self._workers = 0
-        self._is_drawn_by_data = self._is_seeded = False
-        self._last_random = ""
-        self._layers: tuple[str, ...] = ()
-        self._starts: dict[int, list[Any]] = {}
-        """The weights before the first step of each optimizer, by its id."""
         self._results = Path(config.results)
         temporary = Path(tempfile.gettempdir()).resolve()
         is_in_original = temporary.is_relative_to(config.original)
@@ -112,150 +107,16 @@ class Probe:
             *([temporary] if is_in_original else []),
         )
 
-    # Hooks of torch
+    # Changes of the script
 
-    def watch_torch(self, torch: Any) -> None:
-        """Seed torch, and record steps and backward passes."""
-        self._torch = torch
+    def prepare_torch(self, torch: Any) -> None:
+        """Seed torch, let it compute the same numbers in each run, and record the steps."""
         torch.manual_seed(_SEED)
         torch.set_num_threads(1)
         torch.backends.cudnn.deterministic = True
-        seed, backward = torch.manual_seed, torch.autograd.backward
-
-        @wraps(seed)
-        def record_seed(*args: Any, **kwargs: Any) -> Any:
-            self._is_seeded = True
-            return seed(*args, **kwargs)
-
-        @wraps(backward)
-        def record_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if isinstance(tensors, torch.Tensor) and tensors.numel() == 1 and os.getpid() == self._pid:
-                self._losses.append(float(tensors.detach().double()))
-            backward(tensors, *args, **kwargs)
-
-        torch.manual_seed, torch.autograd.backward = record_seed, record_loss
+        self.recorder.watch_torch(torch)
         torch.save = self._replace_link_of(torch.save, "f")
-        hooks = sys.modules["torch.optim.optimizer"]
-        hooks.register_optimizer_step_pre_hook(self._keep_start)
-        hooks.register_optimizer_step_post_hook(self._record_step)
         call_after_import("torch.multiprocessing", _run_spawned_function)
-
-    def _keep_start(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if os.getpid() == self._pid and id(optimizer) not in self._starts:
-            self._starts[id(optimizer)] = [_sample(one) for one in _list_parameters(optimizer)]
-
-    def _record_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if os.getpid() != self._pid or self._torch.compiler.is_compiling():
-            return
-        self._steps += 1
-        parameters = _list_parameters(optimizer)
-        state = {
-            "start": self._starts[id(optimizer)],
-            "weights": [_sample(one) for one in parameters],
-            "gradients": [
-                _sample(self._torch.zeros_like(one) if one.grad is None else one.grad) for one in parameters
-            ],
-        }
-        is_first_rank = self._config.rank == 0
-        if is_first_rank:
-            self._torch.save(state, self._results / f"{self._steps}.pt")
-        if self._steps == 1:
-            self._layers = self._find_layers()
-        current = self._hash_generators()
-        record = StepRecord(
-            step=self._steps,
-            loss=sum(self._losses) if self._losses else None,
-            digest=_hash_tensors(self._torch, parameters),
-            random=current,
-            rates=tuple(float(group.get("lr", 0)) for group in optimizer.param_groups),
-            samples=self._samples,
-            is_drawn=bool(self._last_random) and current != self._last_random,
-            is_drawn_by_data=self._is_drawn_by_data,
-            workers=self._workers,
-            difference=self._compare(state) if is_first_rank and self._config.reference else None,
-        )
-        self._write(record)
-        self._losses, self._samples, self._is_drawn_by_data = [], 0, False
-        self._last_random = current
-        if self._steps == self._config.max_steps:
-            self.end()
-
-    def _compare(self, state: dict[str, list[Any]]) -> Difference | None:
-        """Return the differences of a step from that of the reference."""
-        path = Path(self._config.reference, f"{self._steps}.pt")
-        if not path.exists():
-            return None
-        torch = self._torch
-        other = torch.load(path, weights_only=True)
-        if [one.shape for one in other["weights"]] != [one.shape for one in state["weights"]]:
-            return None
-        largest = max(
-            (
-                float((a - b).abs().max())
-                for a, b in zip(state["weights"], other["weights"], strict=True)
-                if a.numel()
-            ),
-            default=0.0,
-        )
-        change = _measure([a - b for a, b in zip(other["weights"], other["start"], strict=True)])
-        return Difference(
-            largest,
-            _divide(
-                _measure([a - b for a, b in zip(state["weights"], other["weights"], strict=True)]), change
-            ),
-            _divide(
-                _measure([a - b for a, b in zip(state["gradients"], other["gradients"], strict=True)]),
-                _measure(other["gradients"]),
-            ),
-        )
-
-    def watch_loaders(self, module: Any) -> None:
-        """Record the batches of torch's loaders."""
-        base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
-        load = base.__next__
-
-        @wraps(load)
-        def load_and_record(iterator: Any) -> Any:
-            if os.getpid() != self._pid:
-                return load(iterator)
-            before = self._hash_generators()
-            is_first = not iterator._num_yielded  # noqa: SLF001
-            batch = load(iterator)
-            self._last_random = self._hash_generators()
-            self._samples += count_samples(batch)
-            self._workers = max(self._workers, iterator._num_workers)  # noqa: SLF001
-            if not is_first and self._last_random != before:
-                self._is_drawn_by_data = True
-            return batch
-
-        base.__next__ = load_and_record
-
-    def _find_layers(self) -> tuple[str, ...]:
-        """Return the classes of BatchNorm and dropout layers in training mode."""
-        torch = self._torch
-        norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - the class of all of them
-        dropout = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001
-        found = set()
-        for one in gc.get_objects():
-            kind = type(one)  # not isinstance: proxies run code for it
-            if not issubclass(kind, torch.nn.Module) or not one.training:
-                continue
-            is_norm = issubclass(kind, norm) and not issubclass(kind, torch.nn.SyncBatchNorm)
-            if is_norm or (issubclass(kind, dropout) and one.p > 0):
-                found.add(kind.__name__)
-        return tuple(sorted(found))
-
-    def _hash_generators(self) -> str:
-        """Return a checksum of the states of Python's, numpy's and torch's generators."""
-        digest = hashlib.sha256(repr(random.getstate()).encode("utf-8"))
-        if "numpy.random" in sys.modules:
-            digest.update(repr(sys.modules["numpy.random"].get_state()[1:3]).encode("utf-8"))
-        digest.update(bytes(self._torch.get_rng_state().tolist()))
-        if self._torch.cuda.is_initialized():
-            digest.update(bytes(self._torch.cuda.get_rng_state().tolist()))
-        return digest.hexdigest()
-
-    # Changes of the script
 
     def split_batches(self, module: Any) -> None:
         """Let each Accelerator divide the batches of the script over the processes, unless the script sets it."""
@@ -360,7 +221,7 @@ class Probe:
         """Write the end, wait for the other ranks, and end the process without functions of `atexit`."""
         if os.getpid() != self._pid:  # a process that the script has forked
             os._exit(bool(error))
-        self._write(RunEnd(self._steps, error, self._layers, self._is_seeded))
+        self.recorder.end(error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -371,10 +232,6 @@ class Probe:
         while not error and not all(end.exists() for end in ends) and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(0)
-
-    def _write(self, record: StepRecord | RunEnd) -> None:
-        with self._config.records.open("a", encoding="utf-8") as file:
-            file.write(encode_record(record))
 
 
 def _run_spawned_function(module: ModuleType) -> None:
@@ -388,40 +245,6 @@ def _run_spawned_function(module: ModuleType) -> None:
         fn(0, *args)
 
     module.spawn = spawn  # type: ignore[attr-defined]
-
-
-def _list_parameters(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def _sample(tensor: Any) -> Any:
-    """Return values of a tensor at even distances, as float64."""
-    values = _get_values(tensor).reshape(-1)
-    return values[:: -(-values.numel() // _MAX_VALUES) or 1].to("cpu", copy=True).double()
-
-
-def _get_values(tensor: Any) -> Any:
-    tensor = tensor.detach()
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return tensor.real if tensor.is_complex() else tensor
-
-
-def _hash_tensors(torch: Any, tensors: list[Any]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        values = _get_values(tensor).reshape(-1).contiguous().cpu()
-        digest.update(values.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _measure(tensors: list[Any]) -> float:
-    """Return the norm of several tensors as one vector."""
-    return float(sum(float(one.square().sum()) for one in tensors) ** 0.5)
-
-
-def _divide(difference: float, size: float) -> float:
-    return 0.0 if difference == 0 else difference / size if size else float("inf")
 
 
 if __name__ == "__main__":

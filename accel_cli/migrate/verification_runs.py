@@ -82,6 +82,8 @@ class Run:
     reference: str = ""
     """The name of the run to compare with."""
     is_split: bool = False
+    changes: tuple[str, ...] = ()
+    """See `counter_runs`."""
     on_cpu: bool = True
     has_rank: bool = True
     """False for a script that is started without a launcher."""
@@ -109,6 +111,11 @@ class RunResult:
     def steps(self) -> tuple[StepRecord, ...]:
         """The steps of the first rank, as many as all ranks have made."""
         return self.ranks[0].steps[: min(len(rank.steps) for rank in self.ranks)]
+
+    @property
+    def end(self) -> RunEnd:
+        """The end of the first rank."""
+        return self.ranks[0].end or RunEnd(len(self.steps))
 
 
 def run_trial(trial: Trial, run: Run) -> RunResult:
@@ -156,6 +163,7 @@ def _start_processes(
                 copy=str(copy),
                 original=str(trial.root),
                 is_split=run.is_split,
+                changes=run.changes,
             )
             place = (str(port), address, str(rank), str(run.world_size))
             with (results / f"{rank}.out").open("wb") as out, (results / f"{rank}.err").open("wb") as err:

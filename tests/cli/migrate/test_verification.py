@@ -8,31 +8,39 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.commands import call_accel, run_accel
 from support.waits import limit, wait_until
+from torch import nn
 
 from accel_cli.errors import UsageError
 from accel_cli.migrate import scratch_copy
+from accel_cli.migrate.counter_runs import DATA_DRAWS, DRAWS, NORMS, PADDING, SUM
 from accel_cli.migrate.probe import Probe
 from accel_cli.migrate.scratch_copy import copy_folder, find_root, link_siblings
 from accel_cli.migrate.step_records import (
+    Column,
     Difference,
     RunConfig,
     RunEnd,
     StepRecord,
     encode_record,
+    list_columns,
     read_records,
 )
 from accel_cli.migrate.verification import (
     ConvertedScript,
+    Pair,
     _resolve_argument,
+    compare_on_two,
     compare_ranks,
+    compare_samples,
     find_difference_on_two,
     find_first_difference,
     read_versions,
 )
 from accel_cli.migrate.verification import verify as run_comparison
-from accel_cli.migrate.verification_runs import RankResult, RunOptions, RunResult
+from accel_cli.migrate.verification_runs import RankResult, Run, RunOptions, RunResult
 
 TRAIN = """\
 import torch
@@ -49,6 +57,30 @@ for x in loader:
     optimizer.step()
     optimizer.zero_grad()
     torch.save(model.state_dict(), "model.pt")
+"""
+DDP = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+torch.manual_seed(3)
+model = DDP(nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+dataset = TensorDataset(torch.arange(16.0).view(-1, 1))
+sampler = DistributedSampler(dataset, shuffle=True, seed=3)
+loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for (x,) in loader:
+        loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+dist.destroy_process_group()
 """
 STYLES = Path(__file__).parent / "styles"
 
@@ -83,6 +115,56 @@ def test_a_script_computes_the_same_after_its_conversion_and_its_folder_stays_as
     assert "equal on two processes up to rounding" in messages
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
     assert (tmp_path / "model.pt").read_bytes() == b"a model of the user"
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_not_prepared_is_found_although_all_losses_and_weights_are_equal(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    assert run_accel("migrate", "--write", "train.py", cwd=tmp_path).returncode == 0
+    converted = (tmp_path / "train.py").read_text()
+    names = "model, optimizer, loader"
+    assert f"{names} = accelerator.prepare({names})" in converted
+    converted = converted.replace(names, "model, optimizer")
+    (tmp_path / "train.py").write_text(converted)
+    code, rows, messages = verify(tmp_path, "--steps", "2")
+    assert code == 1
+    assert all(row[1] == row[3] and row[5] == "0" for row in rows)
+    assert "not divided over two processes" in messages
+    assert "both processes consumed the same samples in step 1 (the loader at train.py:" in messages
+
+
+@pytest.mark.full
+def test_the_order_of_a_distributed_sampler_is_that_of_the_conversion_for_the_comparison(tmp_path):
+    (tmp_path / "train.py").write_text(DDP)
+    code, _, messages = verify(tmp_path, "--steps", "3")
+    assert code == 0, messages
+    assert "1 process, with the order of a DataLoader that shuffles" in messages
+    assert (
+        "equal on one process: 3 steps, largest difference 0. DistributedSampler shuffles by its own seed"
+        in messages
+    )
+    assert "equal on two processes up to rounding" in messages
+
+
+@pytest.mark.full
+def test_a_sum_over_samples_is_named_after_a_run_with_losses_of_twice_the_size(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN.replace("mean()", "sum()"))
+    code, _, messages = verify(tmp_path, "--steps", "2")
+    assert code == 1
+    assert "With losses multiplied by 2, they are equal. The loss is a sum over the samples" in messages
+
+
+@pytest.mark.full
+def test_random_numbers_of_a_data_set_are_named_after_a_run_that_seeds_them_by_sample(tmp_path):
+    script = TRAIN.replace(
+        "loader = DataLoader(torch.randn(32, 8)",
+        "class Noisy:\n    def __len__(self):\n        return 32\n\n    def __getitem__(self, index):\n"
+        "        return torch.randn(8) + index\n\n\nloader = DataLoader(Noisy()",
+    )
+    (tmp_path / "train.py").write_text(script)
+    code, _, messages = verify(tmp_path, "--steps", "2")
+    assert code == 1
+    assert "The data set draws random numbers" in messages
 
 
 @pytest.mark.slow
@@ -125,7 +207,10 @@ def test_batch_norm_is_named_where_two_processes_differ_from_one(tmp_path):
     assert code == 1
     assert "equal on one process: 4 steps, all of the script, largest difference 0." in messages
     assert "not equal on two processes from step 1" in messages
-    assert "BatchNorm1d layers normalize the half of the batch" in messages
+    assert (
+        "With BatchNorm that uses running statistics, they are equal. BatchNorm1d layers normalize the half"
+        in messages
+    )
 
 
 @pytest.mark.full
@@ -134,6 +219,7 @@ def test_dropout_is_named_where_two_processes_differ_from_one(tmp_path):
     code, _, messages = verify(tmp_path)
     assert code == 1
     assert "equal on one process" in messages
+    assert "Without random numbers in the step, they are equal." in messages
     assert "Random numbers are drawn in the step (Dropout)" in messages
 
 
@@ -143,7 +229,8 @@ def test_batches_that_cannot_be_divided_are_compared_between_the_processes(tmp_p
     code, _, messages = verify(tmp_path, "--steps", "2")
     assert code == 0, messages
     assert "equal weights on both of two processes" in messages
-    assert "The batches of the script cannot be divided" in messages
+    assert "Together they consumed the samples of 2 steps of one process, each sample once" in messages
+    assert "not compared: losses, gradients and weights of two processes with those of one" in messages
 
 
 @pytest.mark.full
@@ -195,7 +282,7 @@ def test_with_one_gpu_two_processes_are_compared_with_one_on_the_cpu(tmp_path, m
         "run before the conversion, 1 process, gpu",
         "run after the conversion, 1 process, gpu",
         "run after the conversion, 1 process, cpu, since two processes need two GPUs",
-        "run after the conversion, 2 processes, cpu, each batch divided over them",
+        "run after the conversion, 2 processes, cpu, batches of half the size",
     ]
 
 
@@ -327,19 +414,27 @@ def test_a_script_changes_links_to_folders_instead_of_the_folders(probe, tmp_pat
 # The comparison
 
 
-def record(step, **fields):
+def read(first, last, name="index"):
+    """Return the samples of a batch of a loader, from their numbers."""
+    return Column("loader", "train.py:9", name, tuple(map(str, range(first, last))))
+
+
+def record(step, *samples, **fields):
     """Return a step whose loss is its number."""
     base = StepRecord(
-        step,
-        float(step),
-        f"weights {step}",
-        "generators",
-        (0.1,),
-        8,
-        False,
-        False,
-        0,
-        Difference(0.0, 0.0, 0.0),
+        step=step,
+        loss=float(step),
+        digest=f"weights {step}",
+        weights_norm=1.0,
+        gradients=f"gradients {step}",
+        gradients_norm=1.0,
+        random="generators",
+        rates=(0.1,),
+        samples=samples,
+        is_drawn=False,
+        is_drawn_by_data=False,
+        workers=0,
+        difference=Difference(0.0, 0.0, 0.0),
     )
     return replace(base, **fields)
 
@@ -347,6 +442,11 @@ def record(step, **fields):
 def run(*steps, layers=(), error="", ranks=1):
     """Return the result of a run whose ranks have recorded the same steps."""
     return RunResult((RankResult(steps, RunEnd(len(steps), error, layers), ""),) * ranks, error)
+
+
+def run_ranks(*ranks):
+    """Return the result of a run with the steps of each rank."""
+    return RunResult(tuple(RankResult(tuple(steps), RunEnd(len(steps)), "") for steps in ranks))
 
 
 FAR = Difference(0.1, 0.5, 0.5)
@@ -369,28 +469,129 @@ def test_steps_are_equal_only_with_equal_losses_and_weights():
     assert find_first_difference(before, run(record(1))).step == 2
 
 
-REASONS = {
-    "BatchNorm": ({}, {"layers": ("BatchNorm2d",)}, "BatchNorm2d layers normalize the half"),
-    "dropout": ({"is_drawn": True}, {"layers": ("Dropout",)}, r"drawn in the step \(Dropout\)"),
-    "data": ({"is_drawn_by_data": True}, {}, "The data set draws random numbers"),
-    "workers": ({"workers": 2}, {}, "Workers load the batches"),
-    "odd": ({"samples": 7}, {}, "A batch of 7 samples"),
-    "none": ({}, {}, "No known reason was found"),
+def compare(one, two, equal_with=None, failure=""):
+    """Return the comparison of two processes with one; runs with the changes `equal_with` are equal, all others are not."""
+
+    def run_again(again):
+        is_equal = set(again.changes) == equal_with
+        return run(record(1, difference=Difference(0, 0, 0) if is_equal else FAR), ranks=again.world_size)
+
+    lines = []
+    pair = Pair(Run("after", {}), Run("two", {}, world_size=2), one, two, run_again, lines.append, failure)
+    return compare_on_two(pair), lines
+
+
+def test_two_processes_are_equal_if_their_samples_are_those_of_one():
+    one = run(record(1, read(0, 4)), record(2, read(4, 8)))
+    two = run_ranks(
+        [record(1, read(0, 2)), record(2, read(4, 6))], [record(1, read(2, 4)), record(2, read(6, 8))]
+    )
+    result, _ = compare(one, two)
+    assert result.is_equal
+    assert (
+        "Together they consumed the samples of each step of one process, each sample once (the loader at train.py:9)."
+        in (result.sentences[0])
+    )
+
+
+def test_two_processes_that_consume_the_same_samples_are_not_equal_although_all_numbers_are():
+    one = run(record(1, read(0, 4)))
+    for ranks in ((read(0, 4), read(0, 4)), (read(0, 2), read(0, 2))):
+        result, _ = compare(one, run_ranks(*([record(1, samples)] for samples in ranks)))
+        assert not result.is_equal
+        assert (
+            "both processes consumed the same samples in step 1 (the loader at train.py:9)"
+            in result.sentences[0]
+        )
+
+
+def test_one_of_two_loaders_that_is_not_divided_is_found():
+    extra = replace(read(0, 4), source="train.py:12")
+    one = run(record(1, read(0, 4), extra))
+    two = run_ranks([record(1, read(0, 2), extra)], [record(1, read(2, 4), extra)])
+    result, _ = compare(one, two)
+    assert (result.is_equal, "(the loader at train.py:12)" in result.sentences[0]) == (False, True)
+
+
+def test_equal_indices_of_datasets_of_each_process_are_other_samples():
+    values = [read(0, 4, ".0"), read(4, 8, ".0")]
+    one = run(record(1, read(0, 4), values[0]), record(2, read(4, 8), values[1]))
+    ranks = [[record(1, read(0, 4), value)] for value in values]
+    assert not compare_samples(one, run_ranks(*ranks)).is_repeated
+    assert compare_samples(one, run_ranks(*ranks), batches_per_step=2).is_divided
+
+
+def test_a_process_that_takes_its_part_of_a_batch_by_itself_divides_it():
+    inputs = [Column("model", "0", ".0", rows) for rows in (("a", "b"), ("a",), ("b",))]
+    one = run(record(1, read(0, 2), inputs[0]))
+    two = run_ranks([record(1, read(0, 2), inputs[1])], [record(1, read(0, 2), inputs[2])])
+    assert compare_samples(one, two).is_divided
+
+
+def test_inputs_that_are_computed_alike_are_the_same_samples_only_with_equal_losses():
+    mask = Column("model", "0", ".mask", ("a",))
+    one = run(record(1, mask))
+    assert compare_samples(one, run(record(1, mask), ranks=2)).is_repeated
+    other = run_ranks([record(1, mask)], [record(1, mask, loss=2.0)])
+    assert not compare_samples(one, other).is_repeated
+
+
+def test_processes_without_known_samples_compute_the_same_if_all_their_losses_are_equal():
+    one = run(record(1), record(2))
+    result, _ = compare(one, run(record(1), record(2), ranks=2))
+    assert (result.is_equal, "both compute the same loss in each step" in result.sentences[0]) == (
+        False,
+        True,
+    )
+    steps = [record(1), record(2)]
+    two = run_ranks(steps, [replace(step, loss=step.loss * 1.0005) for step in steps])
+    result, _ = compare(one, two)
+    assert (result.is_equal, result.sentences[1]) == (True, "not compared: the samples of each process")
+
+
+def test_batches_that_cannot_be_halved_are_those_of_two_steps():
+    one = run(record(1, read(0, 3)), record(2, read(3, 6)))
+    two = run_ranks([record(1, read(0, 3))], [record(1, read(3, 6))])
+    result, _ = compare(one, two, failure="ValueError: 3")
+    assert result.is_equal
+    assert "the samples of 2 steps of one process" in result.sentences[0]
+    assert (
+        "not compared: losses, gradients and weights of two processes with those of one"
+        in result.sentences[1]
+    )
+
+
+CAUSES = {
+    "BatchNorm": ({NORMS}, {}, ("BatchNorm2d",), "BatchNorm2d layers normalize the half"),
+    "dropout": ({DRAWS}, {"is_drawn": True}, ("Dropout",), r"drawn in the step \(Dropout\)"),
+    "data": ({DATA_DRAWS}, {"is_drawn_by_data": True}, (), "The data set draws random numbers"),
+    "workers": ({DATA_DRAWS}, {"workers": 2}, (), "The data set draws random numbers"),
+    "sum": ({SUM}, {"gradients_norm": 2.0}, (), "The loss is a sum over the samples"),
+    "both": ({NORMS, SUM}, {"gradients_norm": 2.0}, ("BatchNorm2d",), "The loss is a sum over the samples"),
+    "padding": ({PADDING}, {"samples": (read(0, 3),)}, (), "even_batches=False"),
 }
 
 
-@pytest.mark.parametrize("name", REASONS)
-def test_a_known_reason_explains_why_two_processes_differ(name):
-    step, end, reason = REASONS[name]
-    one = run(record(1), record(2, **step), **end)
-    two = run(
-        record(1),
-        record(2, difference=FAR, **{key: value for key, value in step.items() if key != "samples"}),
-        ranks=2,
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named_if_the_difference_is_gone_without_it_and_only_then(name):
+    changes, step, layers, text = CAUSES[name]
+    samples = step.get("samples", (read(0, 4),))
+    one = run(record(1, **{**step, "samples": samples}), layers=layers)
+    two = run_ranks(
+        [record(1, read(0, 2), difference=FAR, digest="two")], [record(1, read(2, 4), digest="two")]
     )
-    part = find_difference_on_two(one, two)
-    assert part.step == 2
-    assert re.search(reason, part.reason), part.reason
+    if name == "padding":
+        two = run_ranks(
+            [record(1, read(0, 2), difference=FAR)], [record(1, read(2, 3), read(0, 1), difference=FAR)]
+        )
+    result, lines = compare(one, two, changes)
+    assert re.search(text, result.sentences[0]), result.sentences
+    assert "they are equal" in result.sentences[0]
+    assert lines
+    result, _ = compare(one, two)
+    assert not result.is_equal
+    assert "The cause was not found." in result.sentences[0]
+    assert name == "padding" or not re.search(text, result.sentences[0])
 
 
 def test_the_schedule_explains_different_learning_rates():
@@ -398,9 +599,10 @@ def test_the_schedule_explains_different_learning_rates():
     assert (part.step, "the learning rate is 0.1 on one process, and 0.05 on two" in part.reason) == (1, True)
 
 
-def test_the_mean_explains_another_loss_of_the_first_step():
-    part = find_difference_on_two(run(record(1)), run(record(1, loss=1.1), ranks=2))
-    assert (part.step, "is not the mean of the losses of its halves" in part.reason) == (1, True)
+def test_a_difference_without_a_known_cause_is_named_as_such():
+    two = run_ranks(*([record(1, samples, difference=FAR)] for samples in (read(0, 2), read(2, 4))))
+    result, lines = compare(run(record(1, read(0, 4))), two)
+    assert (result.sentences[0].endswith("The cause was not found."), lines) == (True, [])
 
 
 def test_ranks_whose_weights_differ_are_not_equal():
@@ -422,5 +624,22 @@ def test_records_of_a_process_that_was_ended_within_a_line_are_read(tmp_path):
     path = tmp_path / "0.jsonl"
     path.write_text(encode_record(record(1)) + encode_record(record(2))[:20])
     assert read_records(path) == ((record(1),), None)
+    samples = record(1, read(0, 2))
+    path.write_text('{"kind": "run", "version": 1, "rank": 0, "world_size": 1}\n' + encode_record(samples))
+    assert read_records(path) == ((samples,), None)
     path.write_text(encode_record(record(1, difference=None)) + encode_record(RunEnd(1, layers=("Dropout",))))
     assert read_records(path) == ((record(1, difference=None),), RunEnd(1, layers=("Dropout",)))
+
+
+def test_samples_are_rows_of_tensors_texts_and_tensors_of_a_list():
+    rows = torch.arange(6.0).view(3, 2)
+    batch = {"x": rows, "names": ["a", "b", "a"], "images": [rows[0], rows[1]], "size": 3, "empty": rows[:0]}
+    columns = list_columns(batch)
+    assert set(columns) == {".x", ".names", ".images[]", ".images.0", ".images.1"}
+    assert len(set(columns[".x"])) == 3
+    assert columns[".names"][0] == columns[".names"][2] != columns[".names"][1]
+    assert len(set(columns[".images[]"])) == 2
+    assert list_columns((rows[1:],))[".0"] == columns[".x"][1:]
+    assert list_columns([rows.numpy()])[".0"] == columns[".x"]
+    assert not list_columns([rows.clone().requires_grad_() * 2, nn.Parameter(rows)])
+    assert list_columns([rows.to(torch.bfloat16), rows.to(torch.complex64)]).keys() == {".0", ".1", "[]"}
