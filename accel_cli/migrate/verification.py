@@ -65,8 +65,9 @@ _CHANGES: Mapping[str, str] = {
     SUM: "with losses multiplied by 2",
 }
 _SUM_REASON = (
-    "The loss is a sum over the samples, or divided by a constant number: gradients are averaged over processes, so that it is half as "
-    "large with half of the batch. Divide by the number of samples in the batch, unless the constant is the batch size of one process."
+    "The loss is half as large on two processes, as for a sum over the samples, or a division by a constant batch size or by the number of "
+    "processes; gradients are averaged. Divide by the number of samples that the process has. A constant batch size may stay, if it is "
+    "that of one process."
 )
 
 
@@ -306,10 +307,15 @@ def compare_on_two(pair: Pair) -> ComparisonResult:
         return _describe_whole_batches(pair, samples, ranks)
     part = find_difference_on_two(one, two, is_half=pair.is_half)
     if part.step:
-        reasons = (part.reason, samples.reason, *_test_causes(pair, samples, part))
+        # Other samples are the cause.
+        causes = () if _OTHER in samples.states[: part.step] else _test_causes(pair, samples, part)
+        reasons = (part.reason, samples.reason, *causes)
         text = (
             f"not equal on two processes from step {part.step} ({where}): {' '.join(filter(None, reasons))}"
         )
+        return ComparisonResult((), (text,), is_equal=False)
+    if {_PADDED, _OTHER} & set(samples.states):
+        text = f"not equal on two processes ({where}), although losses and weights are: {samples.reason}"
         return ComparisonResult((), (text,), is_equal=False)
     largest = max((one.difference.weights for one in two.steps if one.difference), default=0.0)
     text = f"equal on two processes up to rounding ({where}): {_count_steps(len(two.steps))}, largest difference {largest:.2g}."

@@ -151,7 +151,9 @@ def test_a_sum_over_samples_is_named_after_a_run_with_losses_of_twice_the_size(t
     (tmp_path / "train.py").write_text(TRAIN.replace("mean()", "sum()"))
     code, _, messages = verify(tmp_path, "--steps", "2")
     assert code == 1
-    assert "With losses multiplied by 2, they are equal. The loss is a sum over the samples" in messages
+    assert (
+        "With losses multiplied by 2, they are equal. The loss is half as large on two processes" in messages
+    )
 
 
 @pytest.mark.full
@@ -549,6 +551,13 @@ def test_processes_without_known_samples_compute_the_same_if_all_their_losses_ar
     assert (result.is_equal, result.sentences[1]) == (True, "not compared: the samples of each process")
 
 
+def test_samples_that_one_process_does_not_have_or_has_once_are_not_equal_although_all_numbers_are():
+    one = run(record(1, read(0, 4)))
+    for last, reason in ((read(3, 5), "are not those of one"), (read(1, 4), "samples are repeated")):
+        result, _ = compare(one, run_ranks([record(1, read(0, 2))], [record(1, last)]))
+        assert (result.is_equal, reason in result.sentences[0]) == (False, True), result.sentences
+
+
 def test_batches_that_cannot_be_halved_are_those_of_two_steps():
     one = run(record(1, read(0, 3)), record(2, read(3, 6)))
     two = run_ranks([record(1, read(0, 3))], [record(1, read(3, 6))])
@@ -566,8 +575,13 @@ CAUSES = {
     "dropout": ({DRAWS}, {"is_drawn": True}, ("Dropout",), r"drawn in the step \(Dropout\)"),
     "data": ({DATA_DRAWS}, {"is_drawn_by_data": True}, (), "The data set draws random numbers"),
     "workers": ({DATA_DRAWS}, {"workers": 2}, (), "The data set draws random numbers"),
-    "sum": ({SUM}, {"gradients_norm": 2.0}, (), "The loss is a sum over the samples"),
-    "both": ({NORMS, SUM}, {"gradients_norm": 2.0}, ("BatchNorm2d",), "The loss is a sum over the samples"),
+    "sum": ({SUM}, {"gradients_norm": 2.0}, (), "The loss is half as large on two processes"),
+    "both": (
+        {NORMS, SUM},
+        {"gradients_norm": 2.0},
+        ("BatchNorm2d",),
+        "The loss is half as large on two processes",
+    ),
     "padding": ({PADDING}, {"samples": (read(0, 3),)}, (), "even_batches=False"),
 }
 
