@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -348,24 +348,39 @@ def _test_causes(pair: Pair, samples: SampleComparison, part: Part) -> Iterator[
     """Yield the causes of a difference that is gone in runs without them; a sentence if none is found."""
     if part.step > min(len(pair.one.steps), len(pair.two.steps)) or compare_ranks(pair.two).step == part.step:
         return
-    causes = _list_causes(pair, samples, part)
     old, new = (run.steps[part.step - 1] for run in (pair.one, pair.two))
+    if _have_other_rates(old, new):
+        return
+    causes = _list_causes(pair, samples, part)
     is_sum = not _is_apart(old.gradients_norm, new.gradients_norm * len(pair.two.ranks), _SUM_TOLERANCE)
     tests = [causes] if causes else []
     tests += [{**causes, SUM: _SUM_REASON}] if causes or is_sum else []
-    for number, tested in enumerate(tests):
-        text = " and ".join(_CHANGES[change] for change in tested)
-        pair.report(f"run after the conversion, 1 process and 2 processes, {text}, to find the cause")
-        changes = tuple(change for change in tested if change != SUM)
-        one_run = replace(pair.one_run, name=f"one-{number}", changes=changes)
-        two_run = replace(pair.two_run, name=f"two-{number}", changes=tuple(tested), reference=one_run.name)
-        one, two = pair.run(one_run), pair.run(two_run)
-        if one.error or two.error or find_difference_on_two(one, two, is_half=pair.is_half).step:
-            continue
-        yield f"{_start_sentence(text)}, they are equal."
-        yield from tested.values()
+    found = next((tested for tested in tests if _is_equal_with(pair, tested)), None)
+    if found is None:
+        yield "The cause was not found."
         return
-    yield "The cause was not found."
+    for change in tuple(found):
+        others = {one: reason for one, reason in found.items() if one != change}
+        if others and _is_equal_with(pair, others):
+            found = others
+    yield f"{_start_sentence(_describe_changes(found))}, they are equal."
+    yield from found.values()
+
+
+def _is_equal_with(pair: Pair, changes: Collection[str]) -> bool:
+    """Run one process and two with changes, and return if they are equal then."""
+    pair.report(
+        f"run after the conversion, 1 process and 2 processes, {_describe_changes(changes)}, to find the cause"
+    )
+    name = "-".join(changes)
+    one_run = replace(pair.one_run, name=f"one-{name}", changes=tuple(one for one in changes if one != SUM))
+    two_run = replace(pair.two_run, name=f"two-{name}", changes=tuple(changes), reference=one_run.name)
+    one, two = pair.run(one_run), pair.run(two_run)
+    return not (one.error or two.error or find_difference_on_two(one, two, is_half=pair.is_half).step)
+
+
+def _describe_changes(changes: Collection[str]) -> str:
+    return " and ".join(_CHANGES[change] for change in changes)
 
 
 def _list_causes(pair: Pair, samples: SampleComparison, part: Part) -> dict[str, str]:
@@ -525,8 +540,8 @@ def _explain_on_two(one: RunResult, two: RunResult, step: int) -> str:
         return "the optimizer has other parameters on two processes."
     if _have_other_rates(old, new):
         return (
-            f"the learning rate is {_format_rates(old)} on one process, and {_format_rates(new)} on two. Prepare the scheduler, and count "
-            "the batches of its schedule before prepare."
+            f"the learning rate is {_format_rates(old)} on one process, and {_format_rates(new)} on two. If a schedule sets it, prepare the "
+            "scheduler, and count its batches before prepare."
         )
     gradients = f"the gradients differ by {new.difference.gradients:.2g} of their norm"
     if old.loss is None or loss is None:
