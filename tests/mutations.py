@@ -98,6 +98,14 @@ MUTATIONS = (
         ("tests/cli/migrate/test_verification.py::test_steps_are_equal_only_with_equal_losses_and_weights",),
     ),
     Mutation(
+        "samples that both processes of a conversion consume",
+        "accel_cli.migrate.verification:SampleComparison.is_repeated",
+        return_value("False"),
+        (
+            "tests/cli/migrate/test_verification.py::test_two_processes_that_consume_the_same_samples_are_not_equal_although_all_numbers_are",
+        ),
+    ),
+    Mutation(
         "user's files that a verified script writes",
         "accel_cli.migrate.probe:Probe._protect",
         skip_call("_replace_links"),

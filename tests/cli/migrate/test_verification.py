@@ -246,9 +246,10 @@ def test_scripts_of_public_styles_compute_the_same(tmp_path, stem):
         "equal on one process: 3 steps" in messages
         or "equal on one process: 2 steps, all of the script" in messages
     )
-    # Its batches are padded each to its own length, which a finding says.
-    pads = stem == "translation"
-    assert (code, "is not the mean of the losses of its halves" in messages) == (int(pads), pads), messages
+    # Its batches are padded each to its own length, so that the loss is not the mean of those of halves; batches by hand are repeated.
+    reasons = {"translation": "The cause was not found.", "sine_lbfgs": "not divided over two processes"}
+    reason = reasons.get(stem, "equal on two processes up to rounding")
+    assert (code, reason in messages) == (int(stem in reasons), True), messages
 
 
 @pytest.mark.full
