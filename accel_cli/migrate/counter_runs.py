@@ -93,7 +93,7 @@ def _fix_draws(torch: Any, is_training: Callable[[], bool]) -> None:
         def draw_constants(*args: Any, **kwargs: Any) -> Any:
             if not is_training() or _is_loading():
                 return draw(*args, **kwargs)
-            # As many numbers are drawn as before, from generators that are restored.
+            # For the shape; generators stay as they are, so that later draws are those of both runs.
             with torch.random.fork_rng(devices=[]):
                 drawn = draw(*args, **kwargs)
             return drawn.fill_(_CONSTANT if drawn.is_floating_point() else 0)
