@@ -411,9 +411,11 @@ class AccelerateConfig:
         tp = sharding.TP_CONFIG_SIZE
         sizes[tp.profile_key] = max(sizes[tp.profile_key], parse_or(tp.values, self.tp_config.get(tp.key), 1))
         mesh = {key.removeprefix("parallel."): size for key, size in sizes.items() if size > 1}
+        is_sharded = self.distributed_type == sharding.FSDP.distributed_type and self.fsdp_strategy.shards
         if mesh:
-            return mesh
-        if self.distributed_type == sharding.FSDP.distributed_type and self.fsdp_strategy.shards:
+            # FSDP shards over the ranks of context parallelism too.
+            return {"dp_shard": "auto", **mesh} if is_sharded and "cp" in mesh else mesh
+        if is_sharded:
             is_hybrid = self.fsdp_strategy.is_hybrid and self.num_machines > 1
             return {**({"dp_replicate": self.num_machines} if is_hybrid else {}), "dp_shard": "auto"}
         is_zero = self.distributed_type == sharding.DEEPSPEED.distributed_type and self.zero_stage

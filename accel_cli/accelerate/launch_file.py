@@ -30,6 +30,7 @@ _EXPRESSED = frozenset(
     in {
         sharding.USE_PARALLELISM_CONFIG,
         sharding.SHARDING_STRATEGY,
+        sharding.VERSION,
         *sharding.PARALLELISM.settings,
     }
 ) | {sharding.DEEPSPEED_FIELDS.variable}
@@ -126,8 +127,8 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
     )
     values = flatten(imported.data)
     del values["schema_version"]
-    variables = {} if _is_job(data) else build_variables(_resolve_deepspeed_file(data, folder))
-    passed = _select_passed(variables, engine, is_8bit=is_fp8(data))
+    variables = {} if _is_job(data) else _list_used(build_variables(_resolve_deepspeed_file(data, folder)))
+    passed = _select_passed(variables, engine, imported.left, is_8bit=is_fp8(data))
     reason = ""
     if engine:
         reason = f"{launch.DISTRIBUTED_TYPE.key}: {kind}"
@@ -142,6 +143,7 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
     return ConfigFile(
         name=name,
         values=values | {f"env.{variable}": text for variable, text in passed.items()},
+        variables=variables,
         replaced_by={f"env.{name}": key for name, key in _PROFILE_KEYS.items() if name in passed},
         fixed_reason=reason,
         unused=tuple(_list_unused(imported.left, passed, engine)),
@@ -180,14 +182,26 @@ def _resolve_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[st
     return {**data, sharding.DEEPSPEED.key: {**section, sharding.DEEPSPEED_FILE.key: str(folder / name)}}
 
 
-def _select_passed(variables: Mapping[str, str], engine: Section | None, *, is_8bit: bool) -> dict[str, str]:
-    """Return the variables to pass on: all if the engine or version of FSDP has none in a profile, else the others."""
+def _list_used(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a file, without the options of `torch.compile` if nothing is compiled."""
     backend = launch.DYNAMO_SETTINGS[0]
     compiles = variables.get(backend.variable, backend.launch_default) != backend.launch_default
-    kept = {name: text for name, text in variables.items() if compiles or name not in _DYNAMO}
+    return {name: text for name, text in variables.items() if compiles or name not in _DYNAMO}
+
+
+def _select_passed(
+    variables: Mapping[str, str],
+    engine: Section | None,
+    left: Iterable[tuple[str, str]],
+    *,
+    is_8bit: bool,
+) -> dict[str, str]:
+    """Return the variables to pass on: all if the engine or version of FSDP has none in a profile, else the others."""
+    kept = dict(variables)
     if engine:
         return kept
-    whole: set[str] = set()
+    # Values that the profile does not have, as a regular expression.
+    whole = {_find_variable(line) for line, _ in left} & (_FSDP | _PARALLELISM)
     if is_8bit:
         whole |= {launch.MIXED_PRECISION.variable}
     if kept.get(sharding.SP_SIZE.variable, "1") != "1":
@@ -199,13 +213,19 @@ def _select_passed(variables: Mapping[str, str], engine: Section | None, *, is_8
     return {name: text for name, text in kept.items() if name in whole or name not in _EXPRESSED}
 
 
+def _find_variable(line: str) -> str:
+    """Return the variable of a key that is left out; the name of a key without one."""
+    section, _, name = line.partition(":")[0].rpartition(".")
+    return _VARIABLES.get((section, name), name)
+
+
 def _list_unused(
     left: Iterable[tuple[str, str]], passed: Mapping[str, str], engine: Section | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys with their values that have no effect, with reasons: neither in a profile nor passed on."""
     for line, reason in left:
         section, _, name = line.partition(":")[0].rpartition(".")
-        is_passed = _VARIABLES.get((section, name), name) in passed
+        is_passed = _find_variable(line) in passed
         is_of_engine = engine is not None and (
             section.partition(".")[0] == sharding.DEEPSPEED_FILE.key
             or (section == engine.key and (engine.variable_prefix or name == _MULTINODE_LAUNCHER))

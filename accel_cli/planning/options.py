@@ -63,6 +63,8 @@ class ConfigFile:
     """Its path, as typed."""
     values: Mapping[str, Any]
     """The values by dotted key; those of `env.` are variables for scripts that import `accelerate`."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """All variables that Accelerate's launcher sets for it."""
     replaced_by: Mapping[str, str] = field(default_factory=dict)
     """Keys of `values` that are left out if a stronger source sets another key, by that key."""
     fixed_reason: str = ""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_cli import console, launchers
@@ -26,7 +27,11 @@ from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.environment.accelerate import encode_variables
-from accel_runtime.environment.accelerate.export import build_export, read_user_variables
+from accel_runtime.environment.accelerate.export import (
+    build_export,
+    read_user_variables,
+    select_file_variables,
+)
 from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.settings import (
@@ -66,6 +71,8 @@ _AGENT = frozenset(
 """Keys that need an elastic agent, also for one process."""
 _CAPTURED_OUTPUT = frozenset({"launcher.ranks", "launcher.log_dir"})
 """Keys that need a launcher that captures the output, and do not choose one."""
+_EXPORTING = frozenset({"local", "pod"})
+"""Locations of launchers whose plan has the environment of the processes themselves."""
 
 
 def prepare(
@@ -106,7 +113,19 @@ def prepare(
         option_values=option_values,
         jobs_options=_format_jobs_options(request, launcher),
     )
-    return resolved, build_plan(launcher, spec)
+    of_file = _select_file_variables(request, spec.settings)
+    if launcher.location not in _EXPORTING:
+        # The launch on each node exports for its own device, and keeps variables that mean the same.
+        spec = replace(spec, env={**of_file, **spec.env})
+    return resolved, build_plan(launcher, spec, of_file)
+
+
+def _select_file_variables(request: Request, settings: Settings) -> dict[str, str]:
+    """Return the variables of the config file of Accelerate that say what the launch does; none without a file."""
+    if (file := request.config_file) is None:
+        return {}
+    alone = layers.resolve([Layer(CONFIG_FILE, file.values, {"": file.name})])
+    return select_file_variables(settings, file.variables, alone.profile.settings)
 
 
 def _format_jobs_options(request: Request, launcher: Launcher) -> str:
@@ -380,8 +399,10 @@ _DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 _Sizes = tuple[int, int, int, int]
 
 
-def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
-    """Return the plan of a launch, with the layout of models."""
+def build_plan(
+    launcher: Launcher, spec: LaunchSpec, of_file: Mapping[str, str] = MappingProxyType({})
+) -> Plan:
+    """Return the plan of a launch, with the layout of models; `of_file` are variables of a config file of Accelerate."""
     launcher.check_layout(spec.settings)
     deepspeed = _read_deepspeed(spec.settings)
     if not launcher.may_share_files:
@@ -394,7 +415,9 @@ def build_plan(launcher: Launcher, spec: LaunchSpec) -> Plan:
     elif launcher.supports_sharding:
         layouts = _compute_layouts(spec, world_sizes)
         plan = replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
-    return _export_to_accelerate(spec, plan, world_sizes) if launcher.location in {"local", "pod"} else plan
+    return (
+        _export_to_accelerate(spec, plan, world_sizes, of_file) if launcher.location in _EXPORTING else plan
+    )
 
 
 def _read_deepspeed(settings: Settings) -> DeepSpeedConfig | None:
@@ -437,11 +460,14 @@ def _locate_deepspeed_file(launcher: Launcher, spec: LaunchSpec) -> LaunchSpec:
     return replace(spec, settings=replace(spec.settings, deepspeed=located))
 
 
-def _export_to_accelerate(spec: LaunchSpec, plan: Plan, world_sizes: Sequence[int]) -> Plan:
+def _export_to_accelerate(
+    spec: LaunchSpec, plan: Plan, world_sizes: Sequence[int], of_file: Mapping[str, str]
+) -> Plan:
     """Return a plan with the variables of Accelerate, for scripts that use it themselves."""
     # The profile's own variables are those of the user, too.
     environ = {**plan.env, **spec.environ}
     user = read_user_variables(environ, frozenset(spec.env.keys() - spec.environ.keys()))
+    user = user._replace(of_file=of_file)
     world_size = world_sizes[0] if len(world_sizes) == 1 else None
     export = build_export(spec.settings, plan.device, world_size, environ, user)
     for sentence in export.replaced:

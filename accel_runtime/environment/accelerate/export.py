@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accel_runtime.environment.accelerate import launch, sharding
@@ -19,12 +20,34 @@ from accel_runtime.environment.deepspeed import AUTO, ZERO_3, DeepSpeedConfig, r
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
-__all__ = ["Export", "UserVariables", "build_export", "read_user_variables"]
+__all__ = ["Export", "UserVariables", "build_export", "read_user_variables", "select_file_variables"]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
 _WITHOUT_VARIABLE = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 """The fields of the section `deepspeed` for which Accelerate has no variable."""
+_LAYOUT = ("parallel", "fully_shard", "deepspeed")
+_COMPILE, _PRECISION = ("compile",), ("mixed_precision",)
+
+
+def _list_names(*settings: Setting) -> frozenset[str]:
+    return frozenset(setting.variable for setting in settings if setting.variable)
+
+
+_OF_FILE: Mapping[tuple[str, ...], frozenset[str]] = {
+    _PRECISION: _list_names(launch.MIXED_PRECISION),
+    _COMPILE: _list_names(*launch.DYNAMO_SETTINGS),
+    _LAYOUT: _list_names(
+        sharding.USE_FSDP,
+        *sharding.FSDP.settings,
+        sharding.USE_PARALLELISM_CONFIG,
+        *sharding.PARALLELISM.settings,
+    ),
+}
+"""The variables that a launch takes from a config file as they are, by the fields of the settings that they mean.
+
+Others need more than the file: the device, DeepSpeed's JSON file, or the script's own accumulation steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,11 +84,13 @@ class UserVariables(NamedTuple):
 
     variables: Mapping[str, str]
     settings: Settings
-    """The settings that those of Accelerate mean."""
+    """The settings that those of Accelerate mean, without those of the profile."""
     names: Mapping[str, str]
     """The names of those of Accelerate by the field of `Settings` that they set, in its flat form."""
     of_profile: frozenset[str] = frozenset()
     """The names of those in the section `env` of the profile, which the launch never changes."""
+    of_file: Mapping[str, str] = MappingProxyType({})
+    """The result of `select_file_variables`, which processes get instead of what the settings mean."""
 
 
 class _Group(NamedTuple):
@@ -86,13 +111,34 @@ def read_user_variables(
     Variables of Accelerate that accel does not support are left to a script that uses Accelerate itself.
     """
     variables = find_user_variables(environ)
-    translated = translate_supported(variables)
+    translated = translate_supported(
+        {name: text for name, text in variables.items() if name not in of_profile}
+    )
     try:
         settings = Settings.from_env({variable_name(name): other.text for name, other in translated.items()})
     except SettingsError:
         return UserVariables(variables, Settings(), {}, of_profile)
     names = {name: other.variable for name, other in translated.items()}
     return UserVariables(variables, settings, names, of_profile)
+
+
+def select_file_variables(
+    settings: Settings, variables: Mapping[str, str], meaning: Settings
+) -> dict[str, str]:
+    """Return the variables of a config file, without the groups that a launch has other settings for.
+
+    Args:
+        settings: The settings of the launch.
+        variables: The variables that Accelerate's launcher sets for the file.
+        meaning: The settings of the file alone.
+    """
+    names = {
+        name
+        for fields, names in _OF_FILE.items()
+        if all(getattr(settings, field) == getattr(meaning, field) for field in fields)
+        for name in names
+    }
+    return {name: text for name, text in variables.items() if name in names}
 
 
 def build_export(
@@ -110,21 +156,28 @@ def build_export(
         world_size: The number of processes; None if it is known only when they run.
         environ: The environment that the processes inherit.
         user: The user's own variables in it. A group of them that means the same as `settings` stays as it is, and so
-            does one with a variable of the profile.
+            does each variable of the profile.
     """
     variables: dict[str, str] = {}
     replaced: list[str] = []
     for group in _list_groups(settings, device, world_size):
+        if group.fields == _LAYOUT and _is_fsdp1(user):
+            continue
         texts = {setting.variable: text for setting, text in group.values.items()}
+        # Accelerate's launcher starts a run on the CPU without FSDP.
+        if group.fields != _LAYOUT or device != _CPU:
+            names = _OF_FILE.get(group.fields, frozenset())
+            texts = {name: text for name, text in user.of_file.items() if name in names} or texts
         # Also the default, if the processes would inherit another value.
         texts |= {
             setting.variable: text
             for setting, text in group.defaults.items()
-            if setting not in group.values and setting.variable in environ
+            if setting.variable not in texts and setting.variable in environ
         }
         means_same = all(getattr(settings, field) == getattr(user.settings, field) for field in group.fields)
-        if (means_same and texts.keys() & user.variables.keys()) or texts.keys() & user.of_profile:
+        if means_same and texts.keys() & user.variables.keys():
             continue
+        texts = {name: text for name, text in texts.items() if name not in user.of_profile}
         variables |= texts
         replaced += [
             f"{name}={before} of the environment is replaced by {text!r}."
@@ -146,17 +199,23 @@ def build_export(
     )
 
 
+def _is_fsdp1(user: UserVariables) -> bool:
+    """Return whether the profile's own variables use version 1 of FSDP, whose options those of a launch are not."""
+    names = {sharding.USE_FSDP.variable, sharding.VERSION.variable}
+    return names <= user.of_profile and user.variables.get(sharding.VERSION.variable) == "1"
+
+
 def _list_groups(settings: Settings, device: str, world_size: int | None) -> Iterator[_Group]:
     steps = sharding.GRADIENT_ACCUMULATION_STEPS
     compiler = launch.DYNAMO_SETTINGS[0]
     layout = {sharding.USE_FSDP: _OFF, sharding.USE_PARALLELISM_CONFIG: _OFF, sharding.USE_DEEPSPEED: _OFF}
-    yield _Group(("mixed_precision",), {launch.MIXED_PRECISION: "no"}, _export_precision(settings))
+    yield _Group(_PRECISION, {launch.MIXED_PRECISION: "no"}, _export_precision(settings))
     yield _Group(("device",), {launch.USE_CPU: _OFF}, {launch.USE_CPU: _ON} if device == _CPU else {})
     yield _Group(("log_level",), {}, _export_log_level(settings))
     yield _Group(("gradient_accumulation_steps",), {steps: "1"}, _export_accumulation(settings))
-    yield _Group(("compile",), {compiler: "no"}, _export_compile(settings))
+    yield _Group(_COMPILE, {compiler: "no"}, _export_compile(settings))
     values = _export_deepspeed(settings) or _export_sharding(settings, device, world_size)
-    yield _Group(("parallel", "fully_shard", "deepspeed"), layout, values)
+    yield _Group(_LAYOUT, layout, values)
     # Of its own, since a profile has no key for it: without it, Accelerate cannot save a model of stage 3.
     saved = {sharding.USE_DEEPSPEED: _ON, sharding.SAVE_16BIT_MODEL: _ON}
     yield _Group((), {}, saved if values.get(sharding.ZERO_STAGE) == "3" else {})

@@ -274,10 +274,12 @@ def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[st
         return {}
     dp_replicate, dp_shard = (size.field for size in sharding.MESH_SIZES[:2])
     settings: dict[str, Equivalent] = {}
-    if dp_shard not in sizes:
+    shard, cp = (sizes.get(field, Equivalent("", "1")).text for field in (dp_shard, sharding.CP_SIZE.field))
+    # FSDP shards over the ranks of context parallelism too.
+    if dp_shard not in sizes or (shard == "1" and cp != "1"):
         settings[dp_shard] = Equivalent(sharding.USE_FSDP.variable, "auto")
-        if strategy.is_hybrid and (nodes := _nodes(read.environ)) > 1:
-            settings[dp_replicate] = Equivalent(variable, str(nodes))
+    if dp_shard not in sizes and strategy.is_hybrid and (nodes := _nodes(read.environ)) > 1:
+        settings[dp_replicate] = Equivalent(variable, str(nodes))
     if not strategy.reshards:
         settings[sharding.RESHARD_AFTER_FORWARD.field] = Equivalent(variable, "0")
     for setting in (sharding.CPU_OFFLOAD, sharding.ACTIVATION_CHECKPOINTING):

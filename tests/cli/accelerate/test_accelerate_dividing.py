@@ -257,7 +257,9 @@ def test_a_list_instead_of_a_single_value_is_a_problem():
         ("FSDP", {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}),
         ("FSDP", {"dp_shard": 2, "tp": "2"}, {"dp_shard": 2, "tp": 2}),
         ("MULTI_GPU", {"tp": 4}, {"tp": 4}),
-        ("FSDP", {"cp": 4}, {"cp": 4}),
+        ("FSDP", {"cp": 4}, {"dp_shard": "auto", "cp": 4}),
+        ("FSDP", {"dp_shard": 2, "cp": 2}, {"dp_shard": 2, "cp": 2}),
+        ("MULTI_GPU", {"cp": 4}, {"cp": 4}),
         ("FSDP", {"dp_shard": 1}, {"dp_shard": "auto"}),
     ],
 )

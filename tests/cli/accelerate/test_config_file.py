@@ -1,17 +1,20 @@
 """`accel launch --config_file`: a config file of Accelerate for one launch."""
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support.commands import call_accel, run_accel
 
 from accel_cli.accelerate.launch_file import build_config
-from accel_cli.accelerate.variables import build_variables
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
 from accel_cli.profile import planner, yaml_io
+from accel_runtime.environment.accelerate.launch import FP8_OVERRIDES
 
 FILES = json.loads(
     (Path(__file__).parents[2] / "data" / "accelerate-1.15.0" / "launch_files.json").read_text()
@@ -22,7 +25,74 @@ ZERO3 = "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\nd
 FSDP1 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n"
 FSDP2 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
 FP8 = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  margin: 2\n"
+CONTEXT = (
+    f"{FSDP2}  fsdp_activation_checkpointing: true\nparallelism_config:\n  parallelism_config_cp_size: 2\n"
+)
 ULYSSES = f"{ZERO3}parallelism_config:\n  parallelism_config_sp_size: 2\n"
+
+
+class Difference(NamedTuple):
+    """A variable that processes get otherwise than from Accelerate's launcher."""
+
+    name: str
+    own: str | None
+    recorded: str | None
+    of_accelerate: Mapping[str, str]
+    """All variables of Accelerate's launcher."""
+
+    @property
+    def stage(self):
+        return self.of_accelerate.get("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+
+
+def list_differences(own, recorded):
+    names = {*own, *recorded}
+    found = [Difference(name, own.get(name), recorded.get(name), recorded) for name in sorted(names)]
+    return [each for each in found if each.own != each.recorded]
+
+
+INTENDED = {
+    "A default of Accelerate itself": lambda each: (
+        each[:3]
+        in {
+            ("ACCELERATE_USE_CPU", None, "False"),
+            ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", None, "none"),
+            ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", None, "none"),
+            ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None, "auto"),
+        }
+    ),
+    "An option of torch.compile, and nothing is compiled": lambda each: (
+        "DYNAMO" in each.name and each.own is None and each.of_accelerate["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    ),
+    "Contradictions of DeepSpeed's JSON file are found before the launch": lambda each: (
+        each.name == "ACCELERATE_CONFIG_DS_FIELDS" and each.own is None
+    ),
+    "One step is the default, and would replace the number of the script": lambda each: (
+        each[:3] == ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None, "1")
+    ),
+    "DeepSpeed reads it in stage 3 only": lambda each: (
+        each.name in {"ACCELERATE_DEEPSPEED_ZERO3_INIT", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"}
+        and each.own is None
+        and each.stage in {"1", "2"}
+    ),
+    "The default of stage 3, in words": lambda each: (
+        each[:3] == ("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true", None) and each.stage == "3"
+    ),
+    "Accelerate cannot save a model of stage 3 without it": lambda each: (
+        each[:3] == ("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true", None) and each.stage == "3"
+    ),
+    "Accelerate's launcher forgets the directory": lambda each: (
+        each.name.endswith("_NVME_PATH") and each.recorded is None
+    ),
+    "Replicas of FSDP1 are not dimensions of a mesh": lambda each: (
+        each[:3] == ("ACCELERATE_USE_PARALLELISM_CONFIG", "false", None)
+        and each.of_accelerate.get("FSDP_VERSION") == "1"
+    ),
+    "Accelerate takes the characters of a text for values": lambda each: (
+        each.name in FP8_OVERRIDES and each.own == "False" and each.recorded in set("(fa")
+    ),
+}
+"""The differences that are meant, by reason."""
 
 
 @pytest.fixture
@@ -38,45 +108,84 @@ def launch(script, capfd, tmp_path):
 
 def prepare(file, environ=(), **options):
     config = build_config(file, "config.yaml", Path())
-    request = Request("train.py", options={"no_profile": True, **options}, config_file=config)
+    options = {key: value for key, value in {"no_profile": True, **options}.items() if value}
+    request = Request("train.py", options=options, config_file=config)
     machine = XPUS if file.get("distributed_type") == "MULTI_XPU" else GPUS
     return planner.prepare(request, dict(environ), machine)
 
 
 def get_variables(text, environ=(), **options):
     plan = prepare(yaml_io.parse(text, "x").data, environ, **options)[1]
-    names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-    return {name: value for name, value in plan.env.items() if name.startswith(names)}
+    return select_variables(plan.env)
+
+
+def select_variables(environ):
+    names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+    return {name: value for name, value in environ.items() if name.startswith(names)}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_public_file_can_be_launched_and_passes_on_what_a_profile_does_not_express(name):
-    file = FILES[name]["file"]
-    launched = build_variables(file)
+def test_the_processes_of_every_public_file_get_what_the_launcher_of_accelerate_sets(name):
+    file, recorded = FILES[name]["file"], FILES[name]["variables"]
     if "deepspeed_config_file" in (file.get("deepspeed_config") or {}):
         with pytest.raises(ProfileError, match="expected the path of a JSON file"):
             prepare(file)
         return
-    resolved, plan = prepare(file)
+    _, plan = prepare(file)
     assert plan.nproc_per_node == file.get("num_processes", 8) // file.get("num_machines", 1) or (
         plan.launcher == "single"
     )
-    passed = {name: value for name, value in resolved.profile.env.items() if name in launched}
-    assert passed == {name: launched[name] for name in passed}
-    if file["distributed_type"] == "DEEPSPEED" and "parallelism_config" not in file:
-        assert plan.layout.startswith(f"DeepSpeed ZeRO {launched['ACCELERATE_DEEPSPEED_ZERO_STAGE']}")
-        defaults = {"none", "auto", "true", "false"}
-        missing = {name: text for name, text in launched.items() if plan.env.get(name) != text}
-        missing.pop("ACCELERATE_CONFIG_DS_FIELDS")
-        if launched["ACCELERATE_DEEPSPEED_ZERO_STAGE"] != "3":  # DeepSpeed does not read it
-            missing.pop("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", None)
-        assert {*missing.values()} <= {*defaults, "1", "no", "1.0", "0.0"}, missing
-    elif file["distributed_type"] == "DEEPSPEED":
-        assert passed == launched
-    elif launched["ACCELERATE_MIXED_PRECISION"] == "fp8":
-        assert {name for name in launched if "FP8" in name or "MIXED_PRECISION" in name} <= passed.keys()
-    else:
-        assert resolved.profile.mixed_precision == launched["ACCELERATE_MIXED_PRECISION"]
+    found = list_differences(select_variables(plan.env), recorded)
+    assert not [each[:3] for each in found if not any(is_meant(each) for is_meant in INTENDED.values())]
+
+
+def test_every_intended_difference_exists():
+    found = []
+    for entry in FILES.values():
+        with suppress(ProfileError):
+            own = select_variables(prepare(entry["file"])[1].env)
+            found += list_differences(own, entry["variables"])
+    assert [reason for reason, is_meant in INTENDED.items() if not any(map(is_meant, found))] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "name", "value"),
+    [
+        ("FSDP2", "fully_shard.cpu_offload=true", "FSDP_OFFLOAD_PARAMS", "true"),
+        ("FSDP2", "fully_shard.wrap=Block", "FSDP_TRANSFORMER_CLS_TO_WRAP", "Block"),
+        ("CONTEXT", "fully_shard.activation_checkpointing=false", "FSDP_ACTIVATION_CHECKPOINTING", "false"),
+    ],
+)
+def test_a_stronger_option_of_sharding_changes_the_variables_of_the_file(text, key, name, value):
+    before = get_variables(globals()[text])
+    variables = get_variables(globals()[text], set=(key,))
+    assert before.get(name) != value
+    assert variables[name] == value
+    kept = ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_STATE_DICT_TYPE", "PARALLELISM_CONFIG_CP_SIZE")
+    assert {each: variables.get(each) for each in kept} == {each: before.get(each) for each in kept}
+
+
+def test_a_weaker_profile_that_shards_otherwise_is_in_effect_beside_the_file(script):
+    script("")
+    Path("accel.yaml").write_text(
+        "schema_version: 1\nlauncher: {kind: torchrun}\nfully_shard: {cpu_offload: true}\n"
+    )
+    variables = get_variables(FSDP2.replace("FULL_", "SHARDED_"), no_profile=None)
+    assert (variables["ACCELERATE_USE_FSDP"], variables["FSDP_OFFLOAD_PARAMS"]) == ("true", "true")
+
+
+def test_a_variable_of_the_profile_replaces_itself_only(script):
+    script("")
+    variables = get_variables(FSDP2, set=("env.FSDP_MIN_NUM_PARAMS=7", "env.ACCELERATE_USE_FSDP=1"))
+    assert variables == get_variables(FSDP2) | {"FSDP_MIN_NUM_PARAMS": "7", "ACCELERATE_USE_FSDP": "1"}
+
+
+def test_sharding_over_context_parallel_ranks_is_that_of_the_file_on_the_cpu_too():
+    data = yaml_io.parse(CONTEXT, "x").data
+    settings, plan = prepare(data, set=("device=cpu",))
+    assert settings.profile.parallel.dp_shard == "auto"
+    assert "ACCELERATE_USE_FSDP" not in plan.env
+    assert "Cannot shard models on the CPU with Accelerate" in plan.env["ACCEL_ACCELERATE_LIMITS"]
 
 
 def test_a_deepspeed_file_stays_deepspeed_and_names_its_source(launch):

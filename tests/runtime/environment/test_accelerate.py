@@ -114,6 +114,14 @@ def read_changed_settings(environ):
         ),
         (SIZES, {"parallel_dp_shard": 2}),
         (FSDP | SIZES | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, {"parallel_dp_shard": 2, "parallel_tp": 2}),
+        (
+            FSDP | SIZES | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "1", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            SHARDED | {"parallel_cp": 2},
+        ),
+        (
+            SIZES | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "1", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            {"parallel_cp": 2},
+        ),
     ],
 )
 def test_a_supported_variable_of_accelerate_changes_its_setting(environ, settings):
