@@ -116,7 +116,9 @@ def _launch(context: click.Context, request: Request) -> int:
     """Run a request, or print its plan; return the exit code."""
     from accel_cli.profile import planner
 
-    planner.check_target(request.target, request.kind)
+    words = context.meta[_ARGUMENTS]
+    options = words[: len(words) - len(request.args) - 1]
+    planner.check_target(request.target, request.kind, request.args, options)
     resolved, plan = planner.prepare(request, os.environ)
     _note_translation(context, request, plan)
     _note_options_after_script(context, request)

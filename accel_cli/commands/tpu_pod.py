@@ -87,7 +87,7 @@ def tpu_pod(context: click.Context, pod: Pod, launch_args: tuple[str, ...], run:
     request = _parse_launch(context, launch_args)
     if pod.folder is None:
         # In another folder, the workers may have a script that is missing here.
-        planner.check_target(request.target, request.kind)
+        planner.check_target(request.target, request.kind, request.args)
     resolved, plan = prepare(pod, request, os.environ)
     if "dry_run" in request.options or "explain" in request.options:
         console.plain(format_plan(plan, resolved if "explain" in request.options else None))

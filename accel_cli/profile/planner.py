@@ -20,8 +20,10 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
 from accel_cli.planning.machine import Machine
+from accel_cli.planning.nested_launchers import NestedLauncher, find_nested_launcher
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
+from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
@@ -317,10 +319,21 @@ def _parse_value(option: LaunchOption, value: Any) -> Any:
 # The target
 
 
-def check_target(target: str, kind: Kind) -> None:
-    """Raise if the target cannot run, before anything starts."""
+def check_target(target: str, kind: Kind, args: Sequence[str] = (), options: Sequence[str] = ()) -> None:
+    """Raise if the target cannot run, before anything starts.
+
+    Args:
+        target: The script, module or program.
+        kind: Which of them it is.
+        args: The arguments of the target.
+        options: The words of the command line before the target, for the command in the message.
+    """
     if not target:
         raise UsageError("Cannot run '': the name is empty. Check the variable that contains it.")
+    if nested := find_nested_launcher(target, kind, args):
+        raise UsageError(
+            f"Cannot launch {nested.name}: {nested.reason}. {_format_unnested(nested, args, options)}"
+        )
     if kind == "script":
         _check_script(Path(target))
     elif kind == "program" and not shutil.which(target):
@@ -333,6 +346,14 @@ def check_target(target: str, kind: Kind) -> None:
             raise UsageError(
                 f"Module not found: {target!r}, in this folder or in {sys.prefix}. Give its name as for `python -m`."
             )
+
+
+def _format_unnested(nested: NestedLauncher, args: Sequence[str], options: Sequence[str]) -> str:
+    """Return what to do instead of a launch of a launcher."""
+    if nested.words is None:
+        return f"Run it without accel launch: {join_for_bash((nested.name, *args))}."
+    kept = [word for word in options if word not in {"-m", "--module", "--no-python", "--no_python", "--"}]
+    return f"Launch the script itself: {join_for_bash(('accel', 'launch', *kept, *nested.words))}"
 
 
 def _check_script(path: Path) -> None:
