@@ -94,10 +94,10 @@ def main(arguments: list[str]) -> None:
         _exec_program(sys.argv)
     if folder:
         register_stack_signal(folder)
-    if limits := os.environ.get(_ACCELERATE_LIMITS):
-        from accel_runtime.environment.accelerate.import_hook import install_hook  # noqa: PLC0415 - rarely needed
+    if _ACCELERATE_LIMITS in os.environ or _RANK_FOLDER in os.environ:
+        from accel_runtime.environment.import_hooks import call_after_import  # noqa: PLC0415 - for scripts of ranks
 
-        install_hook(limits)
+        call_after_import("accelerate.state", _report_limits)
     if _RANK_FOLDER in os.environ:
         # Ranks without a folder need not import them.
         from accel_runtime.environment.collective_trace import serve_trace_requests  # noqa: PLC0415
@@ -112,6 +112,13 @@ def main(arguments: list[str]) -> None:
     atexit.register(wait_for_collectives)
     prepare_script(kind)
     run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
+
+
+def _report_limits(module: ModuleType) -> None:
+    """Report what has no effect in Accelerate, once a script uses its state."""
+    from accel_runtime.environment.accelerate.import_hook import report_at_first_use  # noqa: PLC0415 - rarely needed
+
+    report_at_first_use(module, os.environ.get(_ACCELERATE_LIMITS, ""))
 
 
 def wait_for_collectives() -> None:

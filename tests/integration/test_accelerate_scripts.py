@@ -198,3 +198,22 @@ def test_what_accelerate_cannot_do_is_printed_once(accel, tmp_path, command):
         "accel: process_group_timeout: 600",
         "accel: gradient_accumulation_steps: 2",
     ]
+
+
+SHARDED = """
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+print(accelerator.distributed_type.value, flush=True)
+"""
+
+
+def test_a_script_that_shards_on_the_cpu_is_reported(accel, tmp_path):
+    (tmp_path / "train.py").write_text(SHARDED)
+    result = accel(*PAIR, "train.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "MULTI_CPU" in result.stdout
+    assert (
+        result.stderr.count("accel: FSDP of the script has no effect: Accelerate does not shard on the CPU")
+        == 1
+    )

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import json, os, signal, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
-from accel_runtime.transformers import AccelCallback
 
 set_seed(0)
 model = LlamaForCausalLM(LlamaConfig(
@@ -29,6 +28,7 @@ arguments = TrainingArguments(
     ddp_find_unused_parameters=False,
 )
 trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data[:16])
+from accel_runtime.transformers import AccelCallback  # after Accelerate's state has been made
 callback = AccelCallback(trainer)
 trainer.add_callback(callback)
 
