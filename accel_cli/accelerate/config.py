@@ -364,11 +364,17 @@ class AccelerateConfig:
             return sharding.STRATEGIES[0]
 
     @property
+    def names_deepspeed_file(self) -> bool:
+        """Return True if DeepSpeed has a JSON file, whether it exists or not."""
+        name = self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key)
+        return bool(name) and normalize(name) not in sharding.DEEPSPEED_FILE.off
+
+    @property
     def zero_stage(self) -> int:
-        """Return DeepSpeed's ZeRO stage: 3, which needs the least memory, if the JSON file is missing."""
+        """Return DeepSpeed's ZeRO stage."""
         stage = self.deepspeed_config.get(sharding.ZERO_STAGE.key, 2)
-        if self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key):
-            stage = 3 if self.deepspeed_file is None else self._zero_optimization.get("stage", 0)
+        if self.names_deepspeed_file:
+            stage = self._zero_optimization.get("stage", 0)
         return int(parse_or(sharding.ZERO_STAGE.values, stage, 3))
 
     @property
@@ -381,8 +387,7 @@ class AccelerateConfig:
         """Return the values of the section `deepspeed` that follow from the use of DeepSpeed alone, by dotted key."""
         if not self.keeps_deepspeed:
             return {}
-        names_file = bool(self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key))
-        values = {sharding.ZERO_STAGE.profile_key: "auto" if names_file else self.zero_stage}
+        values = {sharding.ZERO_STAGE.profile_key: "auto" if self.names_deepspeed_file else self.zero_stage}
         if self.zero_stage == ZERO_3 and parse_or(
             "boolean", self.deepspeed_config.get(sharding.ZERO3_INIT.key), True
         ):

@@ -103,13 +103,11 @@ def _convert_moe_classes(_: Any, config: AccelerateConfig) -> Answer:
 
 
 def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
+    if config.deepspeed_file is None:
+        raise InvalidValueError("expected the path of a JSON file, which was not found")
     if config.keeps_deepspeed:
-        if config.deepspeed_file is None:
-            raise InvalidValueError("expected the path of a JSON file, which was not found")
         return sets({sharding.DEEPSPEED_FILE.profile_key: config.deepspeed_path})
-    if config.deepspeed_file is not None:
-        return Answer("its keys are listed below")
-    return dropped("file not found; ZeRO-3 is assumed, which needs the least memory")
+    return Answer("its keys are listed below")
 
 
 def _enables(precision: str) -> Rule:
@@ -178,6 +176,6 @@ CONVERTED: Mapping[Setting, Rule] = {
     sharding.ZERO3_INIT: Rule(_convert_zero3_init, off=EMPTY),
     sharding.SAVE_16BIT_MODEL: Rule(_convert_save_16bit, off=EMPTY),
     sharding.MOE_CLASSES: Rule(_convert_moe_classes, off=EMPTY),
-    sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file),
+    sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off)),
 }
 """The rules of the section whose result depends on other keys."""

@@ -403,6 +403,7 @@ MOE_CLASSES = Setting(
 DEEPSPEED_FILE = Setting(
     "deepspeed_config_file",
     variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    off=("none",),
     profile_key="deepspeed.config_file",
 )
 DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")

@@ -83,6 +83,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
     is_sharded = overrides.get(sharding.MESH_SIZES[1].field, "1") != "1"
     without_deepspeed = overrides.get(sharding.USE_DEEPSPEED.field) == "no"
     if not is_sharded:
+        _check_sequence_parallel(read)
         for setting in (*_REFUSED, *([sharding.USE_DEEPSPEED] if without_deepspeed else [])):
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
@@ -238,15 +239,20 @@ def _translate_compile(read: _VariableReader) -> dict[str, Equivalent]:
     }
 
 
-def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
-    """Translate the sizes of a mesh."""
-    if not read.is_on(sharding.USE_PARALLELISM_CONFIG.variable):
-        return {}
-    if read.number(name := sharding.SP_SIZE.variable) not in {"", "1"}:
+def _check_sequence_parallel(read: _VariableReader) -> None:
+    name = sharding.SP_SIZE.variable
+    if read.is_on(sharding.USE_PARALLELISM_CONFIG.variable) and read.number(name) not in {"", "1"}:
         raise SettingsError(
             f"{name}={read.environ[name]} is not supported: accel does not have the sequence parallelism of DeepSpeed. Split "
             f"sequences with {sharding.CP_SIZE.variable}."
         )
+
+
+def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
+    """Translate the sizes of a mesh."""
+    if not read.is_on(sharding.USE_PARALLELISM_CONFIG.variable):
+        return {}
+    _check_sequence_parallel(read)
     for name in [name for name in read.environ if name.startswith(sharding.SP_PREFIX)]:
         read.text(name)
     settings = {

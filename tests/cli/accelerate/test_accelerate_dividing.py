@@ -202,10 +202,20 @@ def test_mixed_precision_of_the_config_overrides_that_of_the_json_file():
     assert "takes precedence" in map_reasons(result.left)["deepspeed_config_file.bf16.enabled"]
 
 
-def test_a_missing_json_file_is_reported_and_all_states_are_sharded():
-    result = import_zero(deepspeed_config_file="gone.json")
-    assert get_sections(result) == ({"dp_shard": "auto"}, {})
-    assert "file not found" in map_reasons(result.left)["deepspeed_config.deepspeed_config_file"]
+@pytest.mark.parametrize("section", ["fully_shard", "deepspeed"])
+def test_a_missing_json_file_is_an_error(section):
+    data = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": "gone.json"},
+    }
+    with pytest.raises(ProfileError, match=r"path of a JSON file, which was not found, got 'gone\.json'"):
+        convert(data, "config.yaml", section=section)
+
+
+@pytest.mark.parametrize("name", ["none", None])
+def test_no_json_file_leaves_the_stage_to_the_other_keys(name):
+    result = import_zero(deepspeed_config_file=name, zero_stage=1)
+    assert get_sections(result) == ({"dp_shard": "auto"}, {"reshard_after_forward": False})
 
 
 def test_the_json_file_is_searched_in_the_working_and_the_config_folder(tmp_path, monkeypatch):

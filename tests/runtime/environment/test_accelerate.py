@@ -140,6 +140,17 @@ def test_a_supported_variable_of_accelerate_changes_its_setting(environ, setting
         ({"ACCELERATE_LOG_LEVEL": "loud"}, "Invalid ACCELERATE_LOG_LEVEL 'loud': expected one of debug"),
         ({"ACCELERATE_USE_FSDP": "maybe"}, "Invalid ACCELERATE_USE_FSDP 'maybe': expected one of 1, true"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "set ACCEL_PARALLEL_TP"),
+        (
+            # As a launch with a config file of Ulysses sets them.
+            SIZES
+            | {
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "PARALLELISM_CONFIG_SP_SIZE": "2",
+                "ACCEL_DEEPSPEED_STAGE": "no",
+                "ACCEL_PARALLEL_DP_SHARD": "1",
+            },
+            "PARALLELISM_CONFIG_SP_SIZE=2 is not supported",
+        ),
         ({"ACCELERATE_DOWNCAST_BF16": "true"}, "set ACCEL_MIXED_PRECISION=bf16"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "four"}, "'four': expected a whole number"),
         (
