@@ -194,6 +194,7 @@ class Accelerator(ProcessMethods):
         self._exports = Exports(run)
         options.complete(self.num_processes)
         self._state = AcceleratorState.of(run)
+        _compare_precision(self.mixed_precision, find_accelerator())
         self._number = register_accelerator(self, self._state)
         for sentence in options.accelerate.idle if self.is_main_process else ():
             _warn_once(sentence)
@@ -1196,6 +1197,17 @@ def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accel
     """Return the `Accelerator` of this process with the number of the pickled one, else a detached one."""
     accelerator: Accelerator | None = find_accelerator(number)
     return DetachedAccelerator(number, settings, state) if accelerator is None else accelerator
+
+
+def _compare_precision(precision: str, other: Accelerator | None) -> None:
+    """Report another number format than that of an earlier `Accelerator`, which Accelerate does not allow."""
+    if other is not None and other.mixed_precision != precision:
+        _OPTIONS_LOG.warning(
+            "This Accelerator computes with mixed_precision %r, and the one before it with %r. If that is not meant, pass the same "
+            "mixed_precision to both, or set it for the launch: accel launch --mixed-precision.",
+            precision,
+            other.mixed_precision,
+        )
 
 
 @cache

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.log_messages import collect_messages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
@@ -204,6 +205,21 @@ def test_two_accelerators_work_independently_in_one_process(ranks):
 
     expected = ([list(range(ranks.size))] * 2, True, False, None)
     assert ranks.run(use_both) == [expected] * ranks.size
+
+
+@pytest.mark.parametrize(("second", "formats"), [(None, "'no'"), ("fp16", "'fp16'"), ("bf16", "")])
+def test_a_second_accelerator_with_another_number_format_is_reported(pair, second, formats):
+    def report():
+        with collect_messages("accel_runtime.options") as messages:
+            first = Accelerator(mixed_precision="bf16")
+            after = Accelerator(mixed_precision=second)
+            del first
+        return after.mixed_precision, messages
+
+    (precision, messages), other = pair.run(report)
+    assert (precision, other) == (second or "no", (second or "no", []))
+    expected = f"computes with mixed_precision {formats}, and the one before it with 'bf16'"
+    assert [expected in message for message in messages] == [True] * bool(formats)
 
 
 def test_a_model_prepared_for_evaluation_is_not_wrapped_in_ddp(several):
