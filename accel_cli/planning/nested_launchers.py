@@ -65,7 +65,8 @@ def _is_launcher(path: Path, name: str) -> bool:
 
 
 def _is_python_text(path: Path) -> bool:
-    return path.is_file() and "python" in _read_head(path).partition("\n")[0]
+    head = _read_head(path) if path.is_file() else ""
+    return bool(head) and (not head.startswith("#!") or "python" in head.partition("\n")[0])
 
 
 def _read_head(path: Path) -> str:

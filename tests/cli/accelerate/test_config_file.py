@@ -180,6 +180,16 @@ def test_a_variable_of_the_profile_replaces_itself_only(script):
     assert variables == get_variables(FSDP2) | {"FSDP_MIN_NUM_PARAMS": "7", "ACCELERATE_USE_FSDP": "1"}
 
 
+@pytest.mark.parametrize("text", ["FSDP2", "CONTEXT"])
+def test_the_nodes_of_a_job_get_the_variables_of_the_file(text, script):
+    script("")
+    data = yaml_io.parse(globals()[text], "x").data
+    job = prepare(data, set=("launcher.kind=slurm", "launcher.nproc_per_node=2"))[1]
+    options = {"no_profile": True, "set": ("launcher.kind=torchrun",), "nproc_per_node": "2"}
+    node = planner.prepare(Request("train.py", options=options), job.env, GPUS)[1]
+    assert select_variables({**job.env, **node.env}) == get_variables(globals()[text])
+
+
 def test_sharding_over_context_parallel_ranks_is_that_of_the_file_on_the_cpu_too():
     data = yaml_io.parse(CONTEXT, "x").data
     settings, plan = prepare(data, set=("device=cpu",))

@@ -84,7 +84,10 @@ def test_every_launcher_of_this_environment_is_found(name, kind):
     assert find_nested_launcher(str(path), kind, ()).name == name
 
 
-def test_the_console_script_of_deepspeed_is_found(cwd):
+def test_a_console_script_is_found_by_what_it_imports(cwd):
+    for line in ("#!/venv/bin/python", "#!/bin/sh", "#!/usr/bin/env bash"):
+        Path("torchrun").write_text(f"{line}\nfrom torch.distributed.run import main\n")
+        assert find_nested_launcher("./torchrun", "program", ("x.py",)).name == "torchrun"
     text = "#!/venv/bin/python\n\nfrom deepspeed.launcher.runner import main\n\nif __name__ == '__main__':\n    main()\n"
     Path("deepspeed").write_text(text)
     assert find_nested_launcher("./deepspeed", "script", ("x.py",)).words == ("x.py",)
