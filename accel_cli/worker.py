@@ -35,6 +35,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 __all__ = [
+    "EXIT_FILE",
     "PYTHON_MODULES",
     "REPLICA_COUNT_FILE",
     "STACKS_FILE",
@@ -68,6 +69,8 @@ THREAD_FILE = "thread"
 """The file with the id of the thread that runs a replica, as faulthandler prints it."""
 REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
+EXIT_FILE = "exit.json"
+"""The file in the rank's folder in which a script that ends with code 0 records where it ended."""
 _ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
 _RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """`ACCELERATE_LIMITS` and `RANK_FOLDER` of the settings, whose import takes a tenth of a second."""
@@ -288,7 +291,10 @@ def run_script(body: Callable[[], None], error_file: Path | None, **details: Any
         # Libraries compare the two.
         sys.excepthook = sys.__excepthook__ = hook
     try:
-        body()
+        if error_file:
+            _record_exit(body, error_file.parent)
+        else:
+            body()
     except SystemExit as error:
         if error_file and error.code not in {None, 0} and os.getpid() == pid:
             record_failure(error, error_file, **details)
@@ -431,6 +437,26 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
                 screen.writelines(lines)
         except OSError:
             sys.stderr.writelines(lines)
+
+
+def _record_exit(body: Callable[[], None], folder: Path) -> None:
+    """Run the script; if it ends with code 0, record that, and the line of its `sys.exit`: other ranks may wait for it."""
+    pid = os.getpid()
+
+    def write(frames: TracebackType | None) -> None:
+        stack = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(frames)]
+        record = {"monotonic": time.monotonic(), "pid": pid, "frames": stack}
+        if os.getpid() == pid:
+            with contextlib.suppress(OSError):
+                (folder / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
+
+    try:
+        body()
+    except SystemExit as error:
+        if error.code in {None, 0}:
+            write(strip_frames(error))
+        raise
+    write(None)
 
 
 def _write_collectives(folder: Path) -> None:

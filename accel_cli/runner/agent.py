@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch.distributed import DistError
@@ -38,6 +38,7 @@ from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.context import RunContext
+from accel_cli.runner.early_exits import EarlyExit, ExitWatch, format_exits, read_exit
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.hang_exchange import HangExchange, HangRecord
@@ -100,6 +101,9 @@ class ElasticAgent(LocalElasticAgent):
         self._hangs = HangExchange(self._bootstrap, 0, (), self._read_hang, self._describe_activity)
         self._has_finished = False
         """True once all ranks of this node have ended with exit code 0, while those of other nodes run."""
+        self._exits: dict[int, EarlyExit] = {}
+        """The ranks of this node that have exited with code 0 in this attempt."""
+        self._exit_watch: ExitWatch | None = None
         self._follows_stall = False
         """True if the processes were started again because of a stall."""
         self._speeds: dict[int, RankSpeed] = {}
@@ -275,7 +279,9 @@ class ElasticAgent(LocalElasticAgent):
         ranks = {worker.global_rank for worker in workers}
         if not context.settings.starts_replicas:
             self._record_start(workers[0].world_size, ranks)
-        self._watch_stalls(context.folder.list_ranks(self._attempt))
+        folders = context.folder.list_ranks(self._attempt)
+        self._watch_stalls(folders)
+        self._exits, self._exit_watch = {}, ExitWatch(folders, self._find_exits)
         self._is_silent = _is_hidden(ranks, shown, starts_replicas=context.settings.starts_replicas)
         if self._attempt == 0 and self._is_silent and shown:
             folder = console.abbreviate_home(str(context.folder.path))
@@ -353,6 +359,7 @@ class ElasticAgent(LocalElasticAgent):
         context.guard.check()
         context.guard.watch(context.orphans.update(context.signals.workers))
         result: RunResult = super()._monitor_workers(worker_group)
+        self._update_exits()
         if result.failures:
             self._restart_reason = self._build_restart_reason(result)
         elif result.state is WorkerState.SUCCEEDED:
@@ -362,6 +369,8 @@ class ElasticAgent(LocalElasticAgent):
             self._report_lingering(_EXIT_S)
             if self._stall_watch and (stall := self._stall_watch.check()):
                 result = self._handle_stall(stall, result)
+            if self._exit_watch:
+                self._exit_watch.check()
             context.recorder.sample_memory(self._attempt)
             if context.silence_hint and self._outputs and not self._is_silent:
                 context.silence_hint.check((context.recorder.last_event, self._outputs.last_output))
@@ -380,6 +389,31 @@ class ElasticAgent(LocalElasticAgent):
                 settings.startup_timeout,
                 self._run_context.recorder.record,
             )
+
+    def _update_exits(self) -> None:
+        """Add the ranks of this node that have exited with code 0, for all nodes."""
+        if self._run_context.settings.starts_replicas or not isinstance(self._pcontext, WorkerProcesses):
+            return
+        new = {local: self._worker_group.workers[local] for local in self._pcontext.list_exited()}
+        new = {local: worker for local, worker in new.items() if worker.global_rank not in self._exits}
+        for local, worker in new.items():
+            pid = self._pcontext.pids()[local]
+            exit_ = read_exit(self._get_folder(worker), worker.global_rank, self._bootstrap.node.host, pid)
+            self._exits[exit_.rank] = replace(exit_, time=exit_.time - self._started)
+        if new and self._nodes:
+            with suppress(RendezvousError, DistError):
+                text = json.dumps([asdict(each) for each in self._exits.values()])
+                self._bootstrap.set_value(f"round/{self._round}/exits/{self._bootstrap.node.id}", text)
+
+    def _find_exits(self) -> list[EarlyExit]:
+        """Return the ranks of all nodes that have exited with code 0."""
+        exits = [*self._exits.values()]
+        with suppress(RendezvousError, DistError):  # the store is lost
+            for node in self._nodes.nodes if self._nodes else ():
+                if node.id != self._bootstrap.node.id:
+                    text = self._bootstrap.get_value(f"round/{self._round}/exits/{node.id}")
+                    exits += [EarlyExit(**fields) for fields in json.loads(text or "[]")]
+        return exits
 
     def _read_hang(self) -> HangRecord:
         return stalls.read_hang_record(self._run_context.folder.list_ranks(self._attempt))
@@ -442,7 +476,7 @@ class ElasticAgent(LocalElasticAgent):
         first = failures.find_first(self._read_failures(result.failures))
         if self._remaining_restarts:  # the last failure is recorded with its report
             self._record_failure(first)
-        is_consequence = first.cause is not Cause.PRIMARY
+        is_consequence = first.cause is not Cause.PRIMARY and not first.early_exits
         departed = self._describe_departed({}) if is_consequence else ""
         text = departed or failures.format_one_line(first)
         return RestartReason(is_consequence and not departed, first.time, text)
@@ -582,7 +616,8 @@ class ElasticAgent(LocalElasticAgent):
             failure = self._read_failure(workers[process.local_rank], process.pid, process.exitcode)
             failure = replace(failure, stopped=process.local_rank in self._pcontext.stopped)
             is_killed = self._oom_kills.has_killed({failure.pid, *failure.lost_workers})
-            results.append(replace(failure, out_of_memory=is_killed))
+            exits = format_exits(self._find_exits()) if failure.is_consequence else ""
+            results.append(replace(failure, out_of_memory=is_killed, early_exits=exits))
         return results
 
     def _read_failure(self, worker: Worker, pid: int, exitcode: int) -> Failure:

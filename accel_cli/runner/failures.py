@@ -130,6 +130,8 @@ class Failure:
     """The Python stack at a fatal signal."""
     world_size: int | None = None
     """The number of replicas, if the launcher does not start them itself; 0 if none has started yet."""
+    early_exits: str = ""
+    """The ranks that had exited with code 0 before it lost or awaited another rank, as text."""
 
     @property
     def code(self) -> int:
@@ -142,6 +144,11 @@ class Failure:
     def count_ranks(self, started: int) -> int:
         """Return the number of ranks of the run: that of its replicas, or those that the launcher has started."""
         return started if self.world_size is None else self.world_size
+
+    @property
+    def is_consequence(self) -> bool:
+        """True if the failure seems to be the consequence of what happened to another rank."""
+        return self.cause in {Cause.ABORTED, Cause.TIMED_OUT, Cause.LOST_PEER}
 
     @property
     def lost_workers(self) -> tuple[int, ...]:
@@ -440,7 +447,12 @@ def format_reason(failure: Failure) -> str:
 
 
 def describe_end(failure: Failure) -> str:
-    """Return the exception if the process recorded one, else its signal or exit code."""
+    """Return the exception if the process recorded one, else its signal or exit code; after the ranks that exited before."""
+    end = _describe_own_end(failure)
+    return f"{failure.early_exits}: {end}" if failure.early_exits else end
+
+
+def _describe_own_end(failure: Failure) -> str:
     if failure.exitcode >= 0 or failure.chain:
         if isinstance(failure.exit, str):
             return f"exited with code {failure.code}: {strip_escapes(failure.exit).strip()[:2000]}"
@@ -477,7 +489,7 @@ def _describe_places(first: Failure, local: Collection[Failure]) -> str:
     The rank that fails first in a collective is often not the one that has called it too often, or another one.
     """
     ranks: dict[str, list[int]] = {}
-    for failure in local if first.cause in {Cause.ABORTED, Cause.TIMED_OUT, Cause.LOST_PEER} else ():
+    for failure in local if first.is_consequence else ():
         frames = failure.chain[0].frames if failure.chain else failure.crash
         if user_frames := [frame for frame in frames if not _get_package(frame)]:
             last = user_frames[-1]
@@ -504,7 +516,14 @@ def _find_hint(failure: Failure) -> str | None:
         )
     if failure.cause is Cause.ABORTED:
         # The library has written the reason before the stack of the crash.
-        return find_hint("\n".join(read_log_tail(failure, count=200)))
+        hint = find_hint("\n".join(read_log_tail(failure, count=200)))
+        if hint or not failure.early_exits:
+            return hint
+    if failure.early_exits:
+        return (
+            "a rank that exits with code 0 joins no collective of the others. Let all ranks make the same calls until the end, or "
+            "exit with another code to report a failure."
+        )
     return find_hint("\n".join(f"{link.kind} {link.text}" for link in failure.chain))
 
 

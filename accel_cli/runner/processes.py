@@ -23,6 +23,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import AgentSettings, select_ranks
 from accel_cli.runner import failures
+from accel_cli.runner.early_exits import read_exit_record
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
 from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.shutdown import Orphans, end_processes
@@ -80,6 +81,7 @@ class WorkerProcesses(SubprocessContext):
         """Called once with the exit codes of failed processes, by local rank, before the others are ended."""
         self.stopped: set[int] = set()
         """The local ranks that still ran when they were closed: their exit codes are no failures."""
+        self._exited: set[int] | None = None
         self._found_lingering: set[int] = set()
 
     @override
@@ -118,15 +120,29 @@ class WorkerProcesses(SubprocessContext):
         self._found_lingering.update(found)
         return sorted(found)
 
+    def list_exited(self) -> set[int]:
+        """Return the local ranks that have exited with 0; once the processes were closed, those that had done so before."""
+        if self._exited is not None:
+            return self._exited
+        return {rank for rank, handler in self.subprocess_handlers.items() if handler.proc.poll() == 0}
+
     def _read_record(self, rank: int) -> Mapping[str, Any]:
         """Read the record of a failure; empty without one."""
         pid = None if self._settings.starts_replicas else self.pids()[rank]
         return failures.read_record(Path(self.error_files[rank]), pid)
 
+    def _has_script_ended(self, rank: int) -> bool:
+        folder = RankFolder(Path(self.error_files[rank]).parent)
+        return bool(read_exit_record(folder, self.pids()[rank]))
+
     @override
     def close(self, death_sig: signal.Signals | None = None, timeout: int | None = None) -> None:
         handlers = self.subprocess_handlers.items()
         codes = {rank: handler.proc.poll() for rank, handler in handlers}
+        if self._exited is None:
+            # One whose script has ended may still be exiting, with its connections closed.
+            exiting = {rank for rank, code in codes.items() if code is None and self._has_script_ended(rank)}
+            self._exited = self.list_exited() | exiting
         running = {rank for rank, code in codes.items() if code is None}
         failed = {rank: code for rank, code in codes.items() if code}
         if failed and running and self._on_failure:

@@ -21,7 +21,7 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
-from accel_cli.worker import STACKS_FILE, THREAD_FILE
+from accel_cli.worker import EXIT_FILE, STACKS_FILE, THREAD_FILE
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import encode_text
 from accel_runtime.storage.file_system import is_process_running
@@ -86,6 +86,8 @@ class RankFolder:
         """The Python stack of a crash, as faulthandler writes it; removed if there was no crash."""
         self.error = path / "error.json"
         """The failure that the rank recorded, in the format of torch's elastic agent."""
+        self.exit = path / EXIT_FILE
+        """Where the script ended with code 0."""
         self.pid = path / "pid"
         self.beat = path / env.BEAT
         """The heartbeat, as `accel_runtime` writes it."""

@@ -59,6 +59,19 @@ def test_the_report_of_an_exception_while_other_ranks_are_in_a_collective(fails,
     assert log(home, 2).count("ValueError: there is no data\n") == 1
 
 
+def test_a_rank_that_exits_early_with_code_0_is_named_with_its_line(fails):
+    lines, code = fails(
+        "import sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "for step in range(3):\n    if step == 1 and dist.get_rank() == 2:\n        sys.exit(0)\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+    )
+    assert code == 1
+    left = f"rank 2 on {socket.gethostname()} had exited before with code 0 at train.py:5 (<module>): RuntimeError: "
+    assert re.match(rf"accel: error: rank [013] of 4 on \S+ \(pid \d+\): {re.escape(left)}", lines[-1])
+    assert any(line.startswith("accel: hint: a rank that exits with code 0 joins no") for line in lines)
+
+
 def test_the_failure_file_has_the_reason_and_the_name_of_the_node(fails, monkeypatch, tmp_path):
     monkeypatch.setenv("ACCEL_NODE_NAME", "algo-7")
     monkeypatch.setenv("ACCEL_FAILURE_FILE", str(tmp_path / "failure"))
