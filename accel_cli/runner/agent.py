@@ -530,25 +530,26 @@ class ElasticAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         """End the processes of this attempt, and complete their logs; see `shutdown.py` for the order of events."""
         signals = self._run_context.signals
-        if self._nodes and self._round is not None and signals.received:
-            # First, so that nodes that lose these processes know why.
-            name = signals.received.name
-            self._bootstrap.publish_departure(f"its launcher received {name} and ended its processes")
-        signals.announce()
-        if signals.received:
-            self._report_lingering(0)
-        if self._run_context.footer:
-            # A failure report may follow, and no refresh shows what the processes do meanwhile.
-            self._run_context.footer.hide()
-        if self._pcontext:
-            # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
-            self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
-        if self._outputs:
-            self._outputs.drain()
-        for folder in self._run_context.folder.list_ranks(max(self._attempt, 0)).values():
-            # A reader of all files would wait for this one.
-            with suppress(OSError):
-                (folder.path / REQUEST_FILE).unlink(missing_ok=True)
+        with signals.end_processes():
+            if self._nodes and self._round is not None and signals.received:
+                # First, so that nodes that lose these processes know why.
+                name = signals.received.name
+                self._bootstrap.publish_departure(f"its launcher received {name} and ended its processes")
+            signals.announce()
+            if signals.received:
+                self._report_lingering(0)
+            if self._run_context.footer:
+                # A failure report may follow, and no refresh shows what the processes do meanwhile.
+                self._run_context.footer.hide()
+            if self._pcontext:
+                # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
+                self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)
+            if self._outputs:
+                self._outputs.drain()
+            for folder in self._run_context.folder.list_ranks(max(self._attempt, 0)).values():
+                # A reader of all files would wait for this one.
+                with suppress(OSError):
+                    (folder.path / REQUEST_FILE).unlink(missing_ok=True)
 
     # Report
 

@@ -86,7 +86,11 @@ def _run_and_record(
     code = 1
     try:
         footer_context = create_footer(folder) if settings.live else nullcontext()
-        with _serve_metrics(folder, settings), GuardProcess(folder.path) as guard, footer_context as footer:
+        with (
+            _serve_metrics(folder, settings),
+            GuardProcess(folder.path, signals) as guard,
+            footer_context as footer,
+        ):
             orphans = signals.orphans = Orphans()
             context = RunContext(
                 settings, folder, recorder, warning, signals, guard, orphans, server, hint, is_quiet, footer

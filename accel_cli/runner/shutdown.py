@@ -12,8 +12,9 @@
 5. All ranks have ended. The agent copies the last output and completes the logs. The exception leaves the agent, the guard
    process ends, the run folder gets the exit code, and the launcher exits with 128 + the number of the signal.
 
-If a rank has failed before the signal, the others are being ended already: the signal kills them at once, and the failure
-is reported with its exit code. If the launcher itself is killed (SIGKILL), the guard process (`guard.py`) ends the ranks.
+If the processes are being ended already, for another reason, the signal kills them at once; after the failure of a rank, that
+is reported with its exit code. If the launcher itself is killed (SIGKILL), or ends while a rank runs, the guard process
+(`guard.py`) ends the ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from typing_extensions import Self
 
 from accel_cli import console
+from accel_cli.errors import AccelError
 from accel_cli.runner import guard
 from accel_cli.runner.forkserver import adopt_orphans
 
@@ -42,6 +44,8 @@ __all__ = ["GuardProcess", "Orphans", "SignalHandlers", "end_processes", "kill_s
 
 _POLL_S = 0.05
 _REAP_S = 5.0
+_MAX_STARTS = 3
+"""How often the guard is started."""
 _KILLING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGQUIT})
 """A second of these kills the ranks. Not SIGHUP: it comes together with SIGTERM when a session is closed."""
 _DUPLICATE_S = 0.1
@@ -67,6 +71,7 @@ class SignalHandlers:
         self._received_at = 0.0
         self._shutdown_timeout = shutdown_timeout
         self._is_deferring = False
+        self._is_ending = self._must_raise = False
         self._deferred: list[int] = []
         self._before = {number: signal.getsignal(number) for number in guard.HANDLED_SIGNALS}
 
@@ -94,6 +99,10 @@ class SignalHandlers:
         if any(worker.poll() not in {None, 0} for worker in self.workers):
             # A rank has failed: the others are being ended, and the failure is still to be reported.
             kill_sessions(self.workers, self.orphans)
+        elif self._is_ending:
+            # An exception would leave those that do not exit by themselves.
+            self._must_raise = True
+            kill_sessions(self.workers, self.orphans)
         elif not self._is_deferring:
             raise SignalException(f"signal {received.name}", received)
 
@@ -115,6 +124,18 @@ class SignalHandlers:
         while self._deferred:
             self._forward(self._deferred.pop(0), None)
         if self.received is not None:
+            raise SignalException(f"signal {self.received.name}", self.received)
+
+    @contextmanager
+    def end_processes(self) -> Iterator[None]:
+        """While the processes are being ended, let a first signal kill them, and raise it once they have ended."""
+        self._is_ending = True
+        try:
+            yield
+        finally:
+            self._is_ending = False
+        if self._must_raise and self.received is not None:
+            self._must_raise = False
             raise SignalException(f"signal {self.received.name}", self.received)
 
     def stop_raising(self) -> None:
@@ -226,6 +247,10 @@ class Orphans:
                 sessions.add(os.getsid(pid))
         return sessions
 
+    def spare(self, pid: int) -> None:
+        """Leave a child of this process alone."""
+        self._spared.add(pid)
+
     def find(self, workers: Iterable[Worker]) -> set[int]:
         """Find orphans and their descendants."""
         codes = {worker.pid: worker.poll() for worker in workers}
@@ -259,13 +284,24 @@ def _reap(pid: int) -> bool:
 
 
 class GuardProcess:
-    """The guard process, which ends the ranks of a run folder if this process is killed."""
+    """The guard process, which ends the ranks of a run folder if this process is killed, or ends while they run.
 
-    def __init__(self, folder: Path) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    Args:
+        folder: The run folder.
+        signals: Has the ranks of this node.
+    """
+
+    def __init__(self, folder: Path, signals: SignalHandlers) -> None:
+        self._folder, self._signals = folder, signals
+        self._watched: list[str] = []
+        self._starts = 0
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        self._starts += 1
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", guard.__file__, str(folder)],
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(self._folder)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -274,32 +310,47 @@ class GuardProcess:
             )
         except OSError as error:
             self._warn(f"could not start: {error.strerror}")
+            return None
 
     def watch(self, pids: Iterable[int]) -> None:
         """Add the sessions that these processes lead."""
-        if lines := "".join(f"{pid} {guard.get_start_time(pid)}\n" for pid in pids):
-            self._send(lines)
+        lines = [f"{pid} {guard.get_start_time(pid)}\n" for pid in pids]
+        self._watched += lines
+        self._send("".join(lines))
 
     def check(self) -> None:
-        """Warn once if the guard has ended; the run continues."""
-        if self._process and (code := self._process.poll()) is not None:
-            self._process = None
-            self._warn(f"was terminated by signal {-code}" if code < 0 else f"exited with code {code}")
+        """Start the guard again if it has ended; warn after a few times. The run continues."""
+        if self._process is None or (code := self._process.poll()) is None:
+            return
+        end = f"was terminated by signal {-code}" if code < 0 else f"exited with code {code}"
+        self._process = self._start() if self._starts < _MAX_STARTS else None
+        if self._process is None:
+            self._warn(end)
+            return
+        if self._signals.orphans:
+            self._signals.orphans.spare(self._process.pid)
+        self._send("".join(self._watched))
+        console.note(f"the guard process of this run {end}, and was started again")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._send("done\n")
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        is_expected = kind is None or issubclass(kind, (AccelError, SignalException))
+        if is_expected and not _get_running(self._signals.workers):
+            self._send("done\n")
         if self._process:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
             try:
-                self._process.wait(_REAP_S)
+                self._process.wait(_REAP_S + 2 * guard.GRACE_S)
             except subprocess.TimeoutExpired:  # it is stopped
                 self._process.kill()
                 self._process.wait()
 
     def _send(self, text: str) -> None:
-        if self._process:
+        if self._process and text:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):  # it has ended, which `check` reports
                 os.write(self._process.stdin.fileno(), text.encode("ascii"))

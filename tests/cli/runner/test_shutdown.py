@@ -1,9 +1,58 @@
-"""Signal handlers of the launcher."""
+"""Signals to the launcher, and its end while a rank runs that does not react to them."""
 
+import os
 import signal
+import subprocess
+import sys
+
+import pytest
+from support.waits import limit
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel_cli.runner.guard import HANDLED_SIGNALS
-from accel_cli.runner.shutdown import SignalHandlers
+from accel_cli.runner.shutdown import GuardProcess, SignalHandlers
+
+DEAF = """
+import ctypes, signal
+signal.signal(signal.SIGTERM, lambda *_: None)
+print(flush=True)
+while True:
+    ctypes.PyDLL(None).sleep(600)
+"""
+
+
+@pytest.fixture
+def rank():
+    """A rank that is blocked in C, where its handler of SIGTERM is not called."""
+    command = [sys.executable, "-c", DEAF]
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_signal_while_the_processes_are_ended_kills_those_blocked_in_c_and_is_raised_then(rank):
+    """An exception in the midst would leave them running, and the guard would be dismissed."""
+    with SignalHandlers(shutdown_timeout=600) as signals:
+        signals.workers = [rank]
+
+        def end():
+            with signals.end_processes():
+                os.kill(os.getpid(), signal.SIGTERM)
+                rank.wait(limit(60))
+
+        with pytest.raises(SignalException):
+            end()
+    assert rank.returncode == -signal.SIGKILL
+
+
+def test_the_guard_ends_a_rank_blocked_in_c_that_outlives_its_launcher(rank, tmp_path):
+    signals = SignalHandlers(shutdown_timeout=600)
+    signals.workers = [rank]
+    guard = GuardProcess(tmp_path, signals)
+    with guard:
+        guard.watch([rank.pid])
+    assert rank.wait(limit(60)) == -signal.SIGKILL
 
 
 def test_handlers_are_restored_at_the_end_of_a_run():
