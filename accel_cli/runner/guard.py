@@ -38,6 +38,8 @@ HANDLED_SIGNALS = (*TERMINATING_SIGNALS, *FORWARDED_SIGNALS)
 """The signals for which the launcher has handlers; ranks start with Python's defaults."""
 GRACE_S = 3.5
 """Seconds until SIGKILL once the launcher was killed: after five seconds no rank is left."""
+_MAX_KILLS = 100
+"""How often SIGKILL is sent to what still runs: a process that waits for a device ends later."""
 _POLL_S = 0.05
 _STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 """Fields of /proc/PID/stat after the name."""
@@ -138,16 +140,17 @@ def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:
     """Send SIGTERM to each leader, then to its session once it has ended, and SIGKILL to the rest after `GRACE_S`."""
     signalled: set[int] = set()
     folders = find_socket_folders(leaders)
-    now = start = time.monotonic()
-    while (remaining := _find_remaining(leaders, mark)) and now - start < 2 * GRACE_S:
+    start, kills = time.monotonic(), 0
+    # Not until a time: if this process is suspended meanwhile, the ranks must be killed all the same.
+    while (remaining := _find_remaining(leaders, mark)) and kills < _MAX_KILLS:
         pids = {process.pid for process in remaining}
         due = {p.pid for p in remaining if p.pid == p.session or p.session not in pids} - signalled
         send_signal(due, signal.SIGTERM)
         signalled |= due
-        if now - start > GRACE_S:
+        if time.monotonic() - start > GRACE_S:
             send_signal(pids, signal.SIGKILL)
+            kills += 1
         time.sleep(_POLL_S)
-        now = time.monotonic()
     remove_socket_folders(folders)
 
 

@@ -337,17 +337,19 @@ class GuardProcess:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_expected = kind is None or issubclass(kind, (AccelError, SignalException))
-        if is_expected and not _get_running(self._signals.workers):
+        is_done = is_expected and not _get_running(self._signals.workers)
+        if is_done:
             self._send("done\n")
         if self._process:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
             try:
-                self._process.wait(_REAP_S + 2 * guard.GRACE_S)
-            except subprocess.TimeoutExpired:  # it is stopped
-                self._process.kill()
-                self._process.wait()
+                self._process.wait(_REAP_S if is_done else 2 * guard.GRACE_S)
+            except subprocess.TimeoutExpired:  # it is stopped, or still ends the ranks
+                if is_done:
+                    self._process.kill()
+                    self._process.wait()
 
     def _send(self, text: str) -> None:
         if self._process and text:

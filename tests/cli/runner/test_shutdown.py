@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.waits import limit
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from accel_cli.runner import guard
 from accel_cli.runner.guard import HANDLED_SIGNALS
 from accel_cli.runner.shutdown import GuardProcess, SignalHandlers
 
@@ -49,9 +51,8 @@ def test_a_signal_while_the_processes_are_ended_kills_those_blocked_in_c_and_is_
 def test_the_guard_ends_a_rank_blocked_in_c_that_outlives_its_launcher(rank, tmp_path):
     signals = SignalHandlers(shutdown_timeout=600)
     signals.workers = [rank]
-    guard = GuardProcess(tmp_path, signals)
-    with guard:
-        guard.watch([rank.pid])
+    with GuardProcess(tmp_path, signals) as process:
+        process.watch([rank.pid])
     assert rank.wait(limit(60)) == -signal.SIGKILL
 
 
@@ -72,3 +73,18 @@ def test_a_handler_that_was_not_installed_by_python_is_replaced_by_the_default(m
         assert signal.getsignal(signal.SIGUSR2) == handlers._forward
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_guard_that_was_suspended_kills_all_the_same(rank, monkeypatch):
+    """Its time is over when it continues, and it has sent SIGTERM only."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def suspend(_):
+        clock.now += 600
+        if clock.now > 600:
+            rank.wait(limit(60))
+
+    clock.sleep = suspend
+    monkeypatch.setattr(guard, "time", clock)
+    guard._end_sessions({rank.pid: guard.get_start_time(rank.pid)}, b"=no such folder/")
+    assert rank.wait(limit(60)) == -signal.SIGKILL
