@@ -194,9 +194,11 @@ class ElasticAgent(LocalElasticAgent):
         """Wait for the other nodes, and assign the ranks."""
         # Before a restart all nodes are present, so that only a lost one is worth a line.
         progress = RendezvousProgress(self._format_progress, quiet=2 if self._round is None else 8)
+        nodes_before = self._nodes.nodes if self._nodes else ()
         with progress if self._nodes else nullcontext():
             super()._rendezvous(worker_group)
-        self._report_round(is_first_node=worker_group.group_rank == 0)
+        left = self._nodes.describe_left(nodes_before) if self._nodes else ""
+        self._report_round(left, is_first_node=worker_group.group_rank == 0)
         if self._round is None:
             self._bootstrap.mark_started()
         elif reason := self._budget.get_reason(self._round):
@@ -226,20 +228,27 @@ class ElasticAgent(LocalElasticAgent):
             self._nodes.list_missing(),
         )
 
-    def _report_round(self, *, is_first_node: bool) -> None:
-        """Record why the processes restart, and print it, or which nodes have joined."""
+    def _report_round(self, left: str, *, is_first_node: bool) -> None:
+        """Record why the processes restart, and print it, or which nodes have joined.
+
+        Args:
+            left: The nodes that have left since the last round, with the reason.
+            is_first_node: True on one of the nodes.
+        """
         reason = None if self._round is None else self._budget.get_reason(self._round)
+        text = reason.text if reason else left or "machines joined or left"
+        # The processes that lost a connection fail before a machine counts as lost.
+        text += f"; {left}" if reason and left and left not in text else ""
         self._end_line()
         if reason:
-            console.note(f"restart {self._budget.used} of {self._budget.max_restarts}: {reason.text}")
+            console.note(f"restart {self._budget.used} of {self._budget.max_restarts}: {text}")
         elif self._nodes and (is_first_node or not self._run_context.is_quiet):
             nodes = self._nodes.nodes
             names = ", ".join(f"{node.name} with {node.nproc}" for node in nodes)
-            is_first = self._attempt < 0
-            change = "" if is_first else "restarting all processes, since machines joined or left: "
-            console.note(f"{change}{len(nodes)} machines joined at {self._bootstrap.endpoint}: {names}")
+            change = "" if self._attempt < 0 else f"restarting all processes, since {text}: "
+            count = rendezvous.count_machines(len(nodes))
+            console.note(f"{change}{count} joined at {self._bootstrap.endpoint}: {names}")
         if self._attempt >= 0:
-            text = reason.text if reason else "machines joined or left"
             self._run_context.recorder.record("restart", attempt=self._attempt + 1, reason=text)
 
     # Start

@@ -46,7 +46,13 @@ _STORE_TIMEOUT_S = 60
 _NAME_TIMEOUT_S = 10
 """Seconds to wait until a host name given by the user resolves."""
 _CONNECT_TIMEOUT_S = 15
-"""Seconds to wait until a store that listens answers."""
+"""Seconds in which torch tries again if a connection to the store fails."""
+_GREETING_S = 0.1
+"""Seconds to wait for the first words of another program, such as ssh."""
+_SILENT = "it accepts connections, but does not answer: its launcher is suspended or busy, or another program has the port"
+_CLOSED = "it closes connections: its launcher is not ready behind a proxy, or another program has the port"
+_WRONG_ANSWER = "invalid value returned from server"
+"""In torch's error if the first answer is not that of a store (torch 2.13)."""
 _BACKLOG = 1024
 """Connections that may wait until the store accepts them."""
 _INTERNET = frozenset({socket.AF_INET, socket.AF_INET6})
@@ -266,36 +272,64 @@ class BootstrapStore:
         return open_listener("", self.endpoint.port)
 
     def _connect(self) -> TCPStore:
+        """Connect to the store; try until the deadline, since its launcher may start later, or be suspended or busy."""
         host, port = self.endpoint.host, self.endpoint.port
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
         self._problem = "not tried yet"
-        with RendezvousProgress(self._format_no_answer):
-            while self._problem:
-                try:
-                    socket.create_connection((host, port), timeout=2).close()
-                    self._problem = ""
-                except OSError as error:
-                    self._problem = error.strerror or str(error) or "no answer"
-                    if time.monotonic() > self._deadline:
-                        raise AccelError(
-                            f"no answer from the rendezvous at {self.endpoint} for {self._settings.rdzv_timeout} s "
-                            f"({self._problem}). Start `accel launch` on that machine, and open the port between the machines."
-                        ) from None
-                    time.sleep(0.5)
         stores: list[TCPStore] = []
-        # In a thread, since torch would wait forever if another program listens there.
-        timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-        _run_in_thread(
-            lambda: stores.append(TCPStore(host, port, is_master=False, timeout=timeout)), _CONNECT_TIMEOUT_S
-        )
-        if not stores:
-            raise AccelError(
-                f"port {port} on {host} is used by another program. Choose another port for --rdzv-endpoint."
-            )
+        with RendezvousProgress(self._format_no_answer):
+            while True:
+                self._problem = self._find_problem()
+                if self._problem == _SILENT:
+                    # In a thread, since torch would wait forever for a program that does not answer.
+                    error = _run_in_thread(
+                        lambda: stores.append(TCPStore(host, port, is_master=False, timeout=timeout)),
+                        self.remaining_s,
+                    )
+                    if stores:
+                        break
+                    if _WRONG_ANSWER in error:
+                        raise self._build_other_program_error()
+                    self._problem = _CLOSED if error else _SILENT
+                if time.monotonic() > self._deadline:
+                    raise AccelError(
+                        f"no answer from the rendezvous at {self.endpoint} for {self._settings.rdzv_timeout} s "
+                        f"({self._problem}). Start `accel launch` on that machine, and open the port between the machines."
+                    )
+                time.sleep(0.5)
+        stores[0].set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         limit_connections(self.endpoint, self._settings.lost_after)
         return stores[0]
 
+    def _find_problem(self) -> str:
+        """Return why no store serves the endpoint; `_SILENT` if one may, since it waits for a request.
+
+        Raises:
+            AccelError: The program there begins to speak.
+        """
+        try:
+            connection = socket.create_connection((self.endpoint.host, self.endpoint.port), timeout=2)
+        except OSError as error:
+            return error.strerror or str(error) or "no answer"
+        with connection:
+            connection.settimeout(_GREETING_S)
+            try:
+                if connection.recv(1):
+                    raise self._build_other_program_error()
+            except TimeoutError:
+                return _SILENT
+            except OSError:
+                pass
+        return _CLOSED
+
+    def _build_other_program_error(self) -> AccelError:
+        host, port = self.endpoint.host, self.endpoint.port
+        return AccelError(
+            f"port {port} on {host} is used by another program. Choose another port for --rdzv-endpoint."
+        )
+
     def _format_no_answer(self) -> str:
-        is_loopback = self.endpoint.is_loopback
+        is_loopback = self.endpoint.is_loopback and self._problem not in {_SILENT, _CLOSED}
         hint = "; it is a loopback address, so choose one that all machines can reach" if is_loopback else ""
         missing = self.min_nodes - 1 or self.max_nodes - 1
         return (
@@ -410,16 +444,23 @@ def _publish_time(host: str, port: int, key: str, stop: threading.Event) -> None
                 return
 
 
-def _run_in_thread(function: Callable[[], None], timeout: float) -> None:
-    """Run a function that uses a store, and return after `timeout` seconds even if the store does not answer."""
+def _run_in_thread(function: Callable[[], None], timeout: float) -> str:
+    """Run a function that uses a store, and return after `timeout` seconds even if the store does not answer.
+
+    Returns the text of its error; empty without one, or while it runs.
+    """
+    errors: list[str] = []
 
     def run() -> None:
-        with suppress(DistError, RuntimeError, ValueError):
+        try:
             function()
+        except (DistError, RuntimeError, ValueError) as error:
+            errors.append(str(error) or type(error).__name__)
 
     thread = threading.Thread(target=run, name="store", daemon=True)
     thread.start()
     thread.join(timeout)
+    return errors[0] if errors else ""
 
 
 def limit_connections(endpoint: Endpoint, seconds: int) -> None:
@@ -449,13 +490,13 @@ def limit_connections(endpoint: Endpoint, seconds: int) -> None:
 
 
 _LINE_PERIOD_S = 10.0
-"""Seconds between two lines if stderr is not a terminal."""
+"""Seconds between two lines if stderr is not a terminal, whatever changes: reasons may alternate."""
 
 
 class RendezvousProgress:
-    """Shows a line while this node waits: updated in place on a terminal, else printed every ten seconds.
+    """Shows a line while this node waits: updated in place on a terminal, else printed at most every ten seconds.
 
-    The line ends with `; N s left`. It is not shown in the first `quiet` seconds, in which most nodes start.
+    It is not shown in the first `quiet` seconds, in which most nodes start.
     """
 
     def __init__(self, format_line: Callable[[], str], *, quiet: float = 2.0) -> None:
@@ -494,11 +535,8 @@ class RendezvousProgress:
         sys.stderr.flush()
 
     def _print_lines(self) -> None:
-        printed, printed_at = "", 0.0
+        next_line = 0.0
         while not self._done.wait(0.5):
-            line = self._format_line()
-            # Print at once if more than the remaining time has changed.
-            content = line.rpartition(";")[0]
-            if content != printed or time.monotonic() - printed_at > _LINE_PERIOD_S:
-                console.note(line)
-                printed, printed_at = content, time.monotonic()
+            if time.monotonic() >= next_line:
+                console.note(self._format_line())
+                next_line = time.monotonic() + _LINE_PERIOD_S

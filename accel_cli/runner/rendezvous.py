@@ -31,6 +31,7 @@ __all__ = [
     "RestartBudget",
     "RestartReason",
     "SingleNodeRendezvous",
+    "count_machines",
     "format_arrivals",
 ]
 
@@ -262,7 +263,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         names = ", ".join(node.name for node in arrived)
         missing = ", ".join(self.list_missing())
         return (
-            f"{len(arrived)} of {bootstrap.min_nodes} machines joined ({names}) within rdzv_timeout; "
+            f"{len(arrived)} of {count_machines(bootstrap.min_nodes)} joined ({names}) within rdzv_timeout; "
             f"{bootstrap.min_nodes - len(arrived)} missing{': ' + missing if missing else ''}. Start the same command there, "
             f"with the same --rdzv-endpoint {bootstrap.endpoint} and --rdzv-id."
         )
@@ -284,6 +285,11 @@ class NodeRendezvous(DynamicRendezvousHandler):
             return ""
         self._absent_since = self._absent_since or time.monotonic()
         return self._format_lost(absent) if time.monotonic() - self._absent_since > _ABSENT_S else ""
+
+    def describe_left(self, before: Sequence[NodeInfo]) -> str:
+        """Return the nodes of the round before that are not in this one, with the reason; empty without such nodes."""
+        present = {node.id for node in self.nodes}
+        return self._format_lost([node for node in before if node.id not in present])
 
     def _format_lost(self, nodes: Sequence[NodeInfo]) -> str:
         reasons = {node.name: self.bootstrap.get_departure(node) for node in nodes}
@@ -329,10 +335,18 @@ def format_arrivals(
     arrived: Sequence[str], min_nodes: int, max_nodes: int, remaining_s: float, missing: Sequence[str] = ()
 ) -> str:
     """Return a line with the nodes that have joined, the number and ranks of missing ones, and the seconds left."""
-    total = str(max_nodes) if min_nodes == max_nodes else f"{min_nodes} to {max_nodes}"
+    names = ", ".join(arrived) or "none"
     num_missing = min_nodes - len(arrived)
-    joined = f"{len(arrived)} of {total} machines joined ({', '.join(arrived) or 'none'})"
+    if min_nodes == max_nodes:
+        joined = f"{len(arrived)} of {count_machines(max_nodes)} joined ({names})"
+    else:
+        joined = f"{count_machines(len(arrived))} joined ({names}) for a run of {min_nodes} to {max_nodes}"
     if num_missing <= 0:
-        return f"{joined}; starting{'' if min_nodes == max_nodes else ' soon, unless more join'}"
+        return f"{joined}; starting{' soon, unless more join' if len(arrived) < max_nodes else ''}"
     ranks = f": {', '.join(missing)}" if missing else ""
     return f"waiting: {joined}, {num_missing} missing{ranks}; {max(0, round(remaining_s))} s left"
+
+
+def count_machines(number: int) -> str:
+    """Return a number of machines as text."""
+    return f"{number} machine{'' if number == 1 else 's'}"

@@ -152,6 +152,20 @@ def test_a_run_continues_without_a_lost_node_and_accepts_its_replacement(script,
     assert "finished as" in outputs[1]
 
 
+@pytest.mark.slow
+def test_a_host_that_vanishes_is_named_in_the_reason_although_a_connection_fails_first(script, cwd):
+    script(TALKS)
+    options = (*MEET, "--nnodes", "1:2", "--max-restarts", "1", "--set", "launcher.last_call_timeout=2", "train.py")  # fmt: skip
+    with hosts(2) as two:
+        first, _ = two.launch(*options)
+        wait_until(lambda: len([*cwd.glob("up*")]) == 2)
+        two[1].kill()
+        output = read_output(first)
+    assert first.returncode == 0, output
+    assert re.search(r"restart 1 of 1: rank 0 on h0: .*; h1 \(10.77.0.11\) does not respond", output)
+    assert "1 machines" not in output
+
+
 def test_a_killed_process_restarts_all_processes_on_three_nodes(script, cwd):
     script(LIVES)
     with hosts(3) as three:

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import network
 from accel_cli.planning.plan import Plan
 from accel_cli.runner import bootstrap
-from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo, ScriptIdentity
+from accel_cli.runner.bootstrap import BootstrapStore, NodeInfo, ScriptIdentity, open_listener
 from accel_cli.runner.rendezvous import (
     SHARED_STORE_OFF,
     NodeRendezvous,
@@ -284,13 +285,48 @@ def test_a_node_with_a_wrong_clock_is_rejected(port, monkeypatch):
     assert "clock" in first.get_value("refused")
 
 
-def test_another_program_at_the_rendezvous_port_is_an_error(monkeypatch):
+@pytest.mark.parametrize("behaviour", ["speaks first", "answers wrongly"])
+def test_another_program_at_the_rendezvous_port_is_an_error(monkeypatch, behaviour):
     monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 1)
-    monkeypatch.setattr(bootstrap, "_STORE_TIMEOUT_S", 1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        options = agent_settings(nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
+
+    def serve(listener):
+        with suppress(OSError):  # the end of the test
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    if behaviour == "answers wrongly":
+                        connection.recv(1)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=serve, args=(other,), daemon=True).start()
+        options = agent_settings(nnodes=2, rdzv_endpoint=f"127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(AccelError, match=r"port .* on 127.0.0.1 is used by another program"):
             BootstrapStore(options, 1, SCRIPT)
+
+
+def test_a_rendezvous_that_does_not_answer_is_an_error_after_its_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        options = agent_settings(
+            nnodes=2, rdzv_endpoint=f"127.0.0.1:{silent.getsockname()[1]}", rdzv_timeout=1
+        )
+        with pytest.raises(AccelError, match=r"no answer .* for 1 s \(it accepts connections, but does not"):
+            BootstrapStore(options, 1, SCRIPT)
+
+
+def test_a_launcher_that_answers_late_is_waited_for(monkeypatch):
+    """One that is suspended accepts connections all the same."""
+    monkeypatch.setattr(bootstrap, "_CONNECT_TIMEOUT_S", 0.1)
+    listener = open_listener("", 0)
+    options = pair(listener.getsockname()[1])
+    second, first = [], []
+    thread = threading.Thread(target=lambda: second.append(BootstrapStore(options, 1, SCRIPT)))
+    thread.start()
+    time.sleep(1)
+    first.append(come(replace(options, rdzv_socket=listener.detach())))
+    thread.join(limit(120))
+    assert not second[0].is_host
+    assert first[0].is_host
 
 
 def test_a_rendezvous_of_another_run_is_an_error(port, monkeypatch):
@@ -329,5 +365,9 @@ def test_the_line_names_joined_nodes_missing_nodes_and_the_remaining_time():
         "waiting: 1 of 2 machines joined (h0), 1 missing: node_rank 1; 9 s left"
     )
     assert format_arrivals(["a", "b"], 1, 4, 9) == (
-        "2 of 1 to 4 machines joined (a, b); starting soon, unless more join"
+        "2 machines joined (a, b) for a run of 1 to 4; starting soon, unless more join"
+    )
+    assert format_arrivals(["a", "b"], 1, 2, 9) == "2 machines joined (a, b) for a run of 1 to 2; starting"
+    assert format_arrivals(["a"], 2, 4, 9) == (
+        "waiting: 1 machine joined (a) for a run of 2 to 4, 1 missing; 9 s left"
     )
