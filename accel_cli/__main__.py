@@ -3,15 +3,17 @@
 import os
 import sys
 
+from accel_cli import early_signals
+
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Run `accel`; Ctrl-C while its modules are being imported ends it without a traceback."""
-    try:
-        from accel_cli.main import main as run  # noqa: PLC0415 - what may be interrupted
-    except KeyboardInterrupt:
-        sys.exit(128 + 2)
+    """Run `accel`; a signal while its modules are being imported ends it without a traceback."""
+    early_signals.exit_on_signals()
+    from accel_cli.main import main as run  # noqa: PLC0415 - what a signal may end
+
+    early_signals.raise_on_ctrl_c()
     run()
 
 

@@ -32,7 +32,7 @@ from typing import TextIO
 
 from typing_extensions import override
 
-from accel_cli import worker
+from accel_cli import early_signals, worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
 from accel_cli.planning.startup_code import explain_startup_code, find_module_spec
@@ -77,6 +77,7 @@ def exec_fork_server(plan: Plan) -> int:
         raise AccelError(f"the plan cannot be passed on: {explain_os_error(error)}") from error
     os.set_inheritable(plan_fd, True)
     python, main = plan.argv[0], str(Path(__file__).with_name("forkserver_main.py"))
+    early_signals.block_signals()
     try:
         # The command line follows, so that lists of processes show the script.
         os.execve(python, [python, main, str(plan_fd), *sys.argv[1:]], {**os.environ, **plan.env})

@@ -17,6 +17,12 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
 from accel_cli import worker
 
 # isort: split
+from accel_cli import early_signals
+
+if __name__ == "__main__":
+    early_signals.exit_on_signals()
+
+# isort: split
 import gc
 from contextlib import suppress
 from typing import NoReturn
@@ -54,9 +60,6 @@ def main() -> None:
             from accel_cli.runner.run import run  # noqa: PLC0415 - not in the forked processes
 
             _exit(run(plan, started))
-    except KeyboardInterrupt:
-        # While torch was being imported: no process has been started.
-        _exit(128 + 2)
     except AccelError as error:
         _fail(str(error), error.exit_code)
     except (OSError, MemoryError) as error:

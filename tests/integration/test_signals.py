@@ -42,6 +42,7 @@ rank = os.environ["RANK"]
 for name in ("SIGINT", "SIGTERM"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 """
+AS_PROCESS_1 = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 WAIT = "while not Path('go').exists():\n    time.sleep(0.05)\n"
 
 
@@ -141,13 +142,19 @@ def test_ctrl_c_prints_one_line_for_a_script_without_handlers(script, launch):
     assert launched.said[0].startswith("accel: received Ctrl-C (SIGINT)")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("package", ["click", "torch"])
-def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
+@pytest.mark.parametrize("before", [(), pytest.param(AS_PROCESS_1, marks=pytest.mark.service("root"))])
+def test_a_signal_while_packages_are_imported_ends_the_launch_without_a_traceback(
+    package, tmp_path, number, before
+):
+    """Also as process 1 of a container, where the kernel discards signals without a handler."""
     (tmp_path / package).mkdir()
     slow = "import time\nprint('importing', flush=True)\ntime.sleep(120)\n"
     (tmp_path / package / "__init__.py").write_text(slow)
     (tmp_path / "train.py").touch()
     command = [
+        *before,
         sys.executable,
         "-m",
         "accel_cli",
@@ -162,9 +169,10 @@ def test_ctrl_c_while_packages_are_imported_has_no_traceback(package, tmp_path):
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with Process(command, cwd=tmp_path, env=environ, **streams) as launcher:
         assert launcher.stdout.readline() == "importing\n"
-        launcher.send_signal(signal.SIGINT)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+        os.kill(int(children.read_text()) if before else launcher.pid, number)
         assert launcher.communicate() == ("", "")
-    assert launcher.returncode == 130
+    assert launcher.returncode == 128 + number
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
