@@ -283,7 +283,7 @@ LAYERS = {
     ),
     "accel_cli": (
         "main", "commands", "migrate", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
-        "console", "errors",
+        "console", "errors", "early_signals",
     ),
 }  # fmt: skip
 """The packages of both halves from the top layer to the lowest: each imports from those below it only."""
