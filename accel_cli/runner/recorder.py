@@ -15,12 +15,12 @@ from typing import Any
 from accel_cli import console
 from accel_cli.planning.plan import Plan
 from accel_cli.runs.git_commit import read_git_commit
-from accel_cli.runs.run_dir import RunFolder, get_log_home
+from accel_cli.runs.run_dir import RunFolder, get_log_home, get_temporary_home
 from accel_cli.runs.run_files import read_pid
 from accel_cli.runs.usage import read_cpu_time, read_gpu_usage, read_rss
 from accel_runtime.environment import settings as env
 
-__all__ = ["RunRecorder", "SilenceHint", "build_record", "record_script"]
+__all__ = ["RunRecorder", "SilenceHint", "build_record", "note_temporary_home", "record_script"]
 
 _INTERVAL_S = 5.0
 """Seconds between two samples of the memory, at first."""
@@ -73,21 +73,30 @@ def record_script(
     except importlib.metadata.PackageNotFoundError:  # the script may need none
         torch_version = ""
     record = build_record(plan, torch_version)
-    # platformdirs raises RuntimeError without a home.
-    with suppress(OSError, RuntimeError):
+    base = get_log_home(environ)
+    with suppress(OSError):
         folder = RunFolder.create(
-            get_log_home(environ),
+            base,
             plan.target,
             {**record, "replaces_process": True, "world_size": 1},
             keep_runs=keep_runs,
             keep_days=keep_days,
         )
+        note_temporary_home(base)
         folder.get_rank(0, 0).path.mkdir(parents=True)
         recorder = RunRecorder(folder)
         recorder.record_pid(0, 0)
         recorder.record("start", attempt=0, world_size=1, ranks=[0])
         return recorder
     return None
+
+
+def note_temporary_home(base: Path) -> None:
+    """Print a line if the runs are in a temporary folder."""
+    if base == get_temporary_home():
+        console.note(
+            f"the home directory cannot be written: the files of this run are in {base}. Set ACCEL_HOME to keep them elsewhere."
+        )
 
 
 class RunRecorder:

@@ -27,7 +27,7 @@ from accel_cli.runner.operators import compile_operators
 from accel_cli.runner.output import LogWarning
 from accel_cli.runner.preflight import refuse_bad_node
 from accel_cli.runner.processes import check_open_files
-from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
+from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record, note_temporary_home
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
 from accel_cli.runner.screen_footer import create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
@@ -77,6 +77,7 @@ def _run_and_record(
         raise UsageError(
             f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
         ) from None
+    note_temporary_home(base)
     warning, recorder = LogWarning(folder), RunRecorder(folder)
     is_quiet = plan.details is None or plan.details.is_quiet
     # A footer shows the progress itself.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
 import socket
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ __all__ = [
     "fit_reason",
     "format_ranks",
     "get_log_home",
+    "get_temporary_home",
     "is_run_folder",
     "read_log",
     "read_process_start",
@@ -142,6 +145,8 @@ class RunFolder:
         # File names have at most 255 bytes.
         stem = _UNSAFE_CHARACTERS.sub("_", Path(target).stem)[:_MAX_STEM] or "run"
         path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
+        if base == get_temporary_home():
+            _create_temporary_home(base)
         try:
             path.mkdir(parents=True, mode=0o700)
         except FileExistsError:  # a container that shares the folder may have the same process id
@@ -306,7 +311,10 @@ def _list_numbers(folder: Path, prefix: str) -> Iterator[int]:
 
 
 def get_log_home(environ: Mapping[str, str], log_dir: str | None = None) -> Path:
-    """Return the folder of all runs: `log_dir`, in `ACCEL_HOME`, or the platform's folder for program state."""
+    """Return the folder of all runs: `log_dir`, in `ACCEL_HOME`, or the platform's folder for program state.
+
+    If the last one cannot be written, as in a container with any user id, it is `get_temporary_home()`.
+    """
     # Absolute, since ranks may change their working directory.
     if log_dir:
         return Path(log_dir).expanduser().absolute()
@@ -314,7 +322,35 @@ def get_log_home(environ: Mapping[str, str], log_dir: str | None = None) -> Path
         return Path(base).expanduser().absolute() / "runs"
     import platformdirs  # noqa: PLC0415 - may be missing in the container of a job, which passes log_dir
 
-    return platformdirs.user_state_path("accel") / "runs"
+    try:
+        home = platformdirs.user_state_path("accel") / "runs"
+    except RuntimeError:  # no home
+        return get_temporary_home()
+    # Relative without a home: `~` stays as it is.
+    return home if home.is_absolute() and _is_writable(home) else get_temporary_home()
+
+
+def get_temporary_home() -> Path:
+    """Return the folder of the runs of a user without a home directory that can be written."""
+    return Path(tempfile.gettempdir(), f"accel-{os.getuid()}", "runs")
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if a folder, or the first of its parents that exists, can be written."""
+    return next(os.access(path, os.W_OK | os.X_OK) for path in (folder, *folder.parents) if path.exists())
+
+
+def _create_temporary_home(home: Path) -> None:
+    """Create the temporary folder, in a directory in which other users may create one of its name before.
+
+    Raises:
+        OSError: It is not a folder of this user that only this user may enter.
+    """
+    with suppress(FileExistsError):
+        home.parent.mkdir(mode=0o700)
+    status = home.parent.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "not a folder that only this user may enter", str(home.parent))
 
 
 def read_process_start(pid: int) -> int | None:
