@@ -6,6 +6,7 @@ import errno
 import importlib.machinery
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -318,6 +319,9 @@ def _parse_value(option: LaunchOption, value: Any) -> Any:
 
 # The target
 
+_MAX_FIRST_LINE = 256
+"""The most bytes of the first line of a program that the kernel reads."""
+
 
 def check_target(target: str, kind: Kind, args: Sequence[str] = (), options: Sequence[str] = ()) -> None:
     """Raise if the target cannot run, before anything starts.
@@ -336,10 +340,8 @@ def check_target(target: str, kind: Kind, args: Sequence[str] = (), options: Seq
         )
     if kind == "script":
         _check_script(Path(target))
-    elif kind == "program" and not shutil.which(target):
-        raise UsageError(
-            f"Program not found: {target!r}. Check its name, its path, and that it is executable."
-        )
+    elif kind == "program":
+        _check_program(target)
     elif kind == "module":
         package = target.partition(".")[0]
         if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
@@ -354,6 +356,32 @@ def _format_unnested(nested: NestedLauncher, args: Sequence[str], options: Seque
         return f"Run it without accel launch: {join_for_bash((nested.name, *args))}."
     kept = [word for word in options if word not in {"-m", "--module", "--no-python", "--no_python", "--"}]
     return f"Launch the script itself: {join_for_bash(('accel', 'launch', *kept, *nested.words))}"
+
+
+def _check_program(target: str) -> None:
+    """Raise if a program does not exist, or if the interpreter in its first line does not, which the kernel does not name."""
+    path = shutil.which(target)
+    if not path:
+        raise UsageError(
+            f"Program not found: {target!r}. Check its name, its path, and that it is executable."
+        )
+    try:
+        with Path(path).open("rb") as file:
+            line = file.readline(_MAX_FIRST_LINE)
+    except OSError:  # it may be executed all the same
+        return
+    if not line.startswith(b"#!"):
+        return
+    words = os.fsdecode(line[2:]).rstrip("\n").strip(" \t").split(" ")
+    if line.endswith(b"\r\n"):
+        raise UsageError(
+            f"Cannot run {target}: its lines end as on Windows, so that the interpreter in its first line is {' '.join(words)!r}. "
+            f"Convert it: sed -i 's/\\r$//' {shlex.quote(path)}"
+        )
+    if words[0] and not Path(words[0]).exists():
+        raise UsageError(
+            f"Cannot run {target}: the interpreter in its first line, {words[0]!r}, does not exist. Correct the line."
+        )
 
 
 def _check_script(path: Path) -> None:

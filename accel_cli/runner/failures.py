@@ -277,7 +277,7 @@ _FOLDED = re.compile(
     r"/(?:site|dist)-packages/(torch)/|^<frozen (\w+)|/lib/python[\d.]+/(runpy|importlib|contextlib|threading|concurrent)\b"
 )
 """Files whose frames are folded, with the name of their package."""
-_ACCEL = (f"{Path(env.__file__).parents[1]}/", f"{Path(__file__).parent}/")
+_ACCEL = (f"{Path(env.__file__).parents[1]}/", f"{Path(__file__).parents[1]}/")
 
 
 def format_stack(failure: Failure) -> list[str]:

@@ -84,6 +84,29 @@ def test_a_target_that_cannot_run_is_an_error(cwd, target, kind, message):
 
 
 @pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "#!/bin/sh\r\n",
+            r"Cannot run ./run: its lines end as on Windows, .* is '/bin/sh\\r'. Convert it: sed -i",
+        ),
+        ("#! /usr/bin/env python -u\r\n", r"is '/usr/bin/env python -u\\r'"),
+        (
+            "#!/no/such/python -u\n",
+            "the interpreter in its first line, '/no/such/python', does not exist. Correct",
+        ),
+    ],
+)
+def test_a_program_whose_interpreter_does_not_exist_is_an_error(cwd, line, message):
+    (cwd / "run").write_text(f"{line}echo\n", newline="")
+    (cwd / "run").chmod(0o755)
+    with pytest.raises(UsageError, match=message):
+        check_target("./run", "program")
+    (cwd / "run").write_text("#!/usr/bin/env sh\necho\n")
+    check_target("./run", "program")
+
+
+@pytest.mark.parametrize(
     ("target", "kind"),
     [("train.py", "script"), ("json.tool", "module"), ("train", "module"), ("sh", "program")],
 )

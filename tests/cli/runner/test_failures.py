@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +104,14 @@ def test_the_traceback_of_an_endless_recursion_is_folded(tmp_path):
     read, _ = run_and_read_failure(tmp_path, "def f():\n    g()\ndef g():\n    f()\nf()\n")
     assert len(failures.format_stack(read)) <= 12
     assert failures.format_cause(read).startswith("RecursionError: maximum recursion depth exceeded")
+
+
+def test_the_stack_of_a_crash_begins_with_the_script(tmp_path):
+    read, _ = run_and_read_failure(tmp_path, "import ctypes\nctypes.string_at(0)\n")
+    assert read.exitcode == -signal.SIGSEGV
+    assert "accel_cli" in Path(read.log).read_text()
+    assert "train.py" in failures.format_stack(read)[0]
+    assert not [line for line in failures.format_stack(read) if "accel_cli" in line]
 
 
 def test_escape_sequences_are_removed_from_messages(tmp_path):
