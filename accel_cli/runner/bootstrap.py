@@ -289,7 +289,7 @@ class BootstrapStore:
                     if stores:
                         break
                     if _WRONG_ANSWER in error:
-                        raise self._build_other_program_error()
+                        self._refuse_other_program()
                     self._problem = _CLOSED if error else _SILENT
                 if time.monotonic() > self._deadline:
                     raise AccelError(
@@ -315,16 +315,16 @@ class BootstrapStore:
             connection.settimeout(_GREETING_S)
             try:
                 if connection.recv(1):
-                    raise self._build_other_program_error()
+                    self._refuse_other_program()
             except TimeoutError:
                 return _SILENT
             except OSError:
                 pass
         return _CLOSED
 
-    def _build_other_program_error(self) -> AccelError:
+    def _refuse_other_program(self) -> NoReturn:
         host, port = self.endpoint.host, self.endpoint.port
-        return AccelError(
+        raise AccelError(
             f"port {port} on {host} is used by another program. Choose another port for --rdzv-endpoint."
         )
 
