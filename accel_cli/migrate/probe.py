@@ -31,7 +31,7 @@ from typing import Any
 from accel_cli.migrate.counter_runs import apply_changes
 from accel_cli.migrate.step_records import RunConfig, StepRecorder
 from accel_cli.worker import execute, prepare_script, print_exception
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
 
 __all__ = ["Probe", "main"]
 
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     sys.addaudithook(probe.protect_files)
     random.seed(_SEED)
     call_after_import("numpy.random", lambda module: module.seed(_SEED))
-    call_after_import("torch", probe.prepare_torch)
+    call_after_torch_import(probe.prepare_torch)
     call_after_import("torch.utils.data.distributed", recorder.watch_samplers)
     call_after_import("torch.utils.data._utils.fetch", recorder.watch_fetchers)
     call_after_import("torch.utils.data.dataloader", recorder.watch_loaders)

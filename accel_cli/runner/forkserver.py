@@ -101,7 +101,12 @@ def import_torch(*, quiet: bool) -> None:
     has_default = quiet and _TORCH_LOG_LEVEL not in os.environ
     if has_default:
         os.environ[_TORCH_LOG_LEVEL] = "ERROR"
-    importlib.import_module("torch")
+    torch = importlib.import_module("torch")
+    if "torch._C" not in sys.modules:
+        raise UsageError(
+            f"Cannot import torch: {torch.__file__} is another module of that name. Rename it, or leave its folder out of "
+            "PYTHONPATH."
+        )
     if has_default:
         del os.environ[_TORCH_LOG_LEVEL]
 

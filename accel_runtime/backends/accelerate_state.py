@@ -47,7 +47,10 @@ def _watch_imports(find_backend: Callable[[], Backend | None]) -> None:
 
 
 def _update_state(module: ModuleType, backend: Backend | None) -> None:
-    shared: dict[str, Any] = module.PartialState._shared_state  # noqa: SLF001 - what libraries look at
+    state = getattr(module, "PartialState", None)
+    if state is None:  # a module of the script that has this name
+        return
+    shared: dict[str, Any] = state._shared_state  # noqa: SLF001 - what libraries look at
     if shared and shared.get("device") is not getattr(_FILLED, "device", None):
         return
     shared.clear()

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from types import ModuleType
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.import_hooks import call_after_torch_import
 
 __all__ = ["REQUEST_FILE", "TRACE_FILE", "serve_trace_requests", "write_trace"]
 
@@ -34,7 +34,7 @@ def serve_trace_requests(folder: Path) -> None:
             pipe = _move_descriptor(opened)
             threading.Thread(target=_serve, args=(pipe, folder), name="accel-trace", daemon=True).start()
 
-    call_after_import("torch", start)
+    call_after_torch_import(start)
 
 
 def _move_descriptor(descriptor: int) -> int:

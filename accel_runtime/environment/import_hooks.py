@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["call_after_import"]
+__all__ = ["call_after_import", "call_after_torch_import"]
 
 
 def call_after_import(names: str | Collection[str], call: Callable[[ModuleType], None]) -> None:
@@ -23,6 +23,16 @@ def call_after_import(names: str | Collection[str], call: Callable[[ModuleType],
             call(sys.modules[name])
     if missing := {name for name in names if name not in sys.modules}:
         sys.meta_path.insert(0, _Finder(missing, call))
+
+
+def call_after_torch_import(call: Callable[[ModuleType], None]) -> None:
+    """Call a function with PyTorch as soon as it has been imported; never with another module named `torch`, as of the script."""
+
+    def call_with_pytorch(module: ModuleType) -> None:
+        if "torch._C" in sys.modules:
+            call(module)
+
+    call_after_import("torch", call_with_pytorch)
 
 
 class _Finder(MetaPathFinder):

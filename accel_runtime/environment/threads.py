@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.import_hooks import call_after_torch_import
 
 __all__ = ["PAUSE_S", "wait_at_group_end", "wait_for_collectives", "wait_for_threads"]
 
@@ -28,7 +28,7 @@ def wait_at_group_end() -> None:
     The last reference to a group may be that of a model, which a function drops when it returns. The main thread then joins
     gloo's threads with the GIL, for which one of them waits: both hang.
     """
-    call_after_import("torch", _wrap_destroy)
+    call_after_torch_import(_wrap_destroy)
 
 
 def _wrap_destroy(_: ModuleType) -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
 from accel_runtime.environment.throughput import TOKENS_KEY, count_elements, count_samples
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["watch_progress"]
 
 def watch_progress() -> None:
     """Record the progress of this process once it has imported torch."""
-    call_after_import("torch", _install)
+    call_after_torch_import(_install)
 
 
 def _install(torch: ModuleType) -> None:

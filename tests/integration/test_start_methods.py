@@ -432,13 +432,14 @@ def lines(result):
     return [re.sub(r"^\[\d+\] ", "", line) for line in result.stdout.splitlines()]
 
 
-def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, script):
-    script("mine = True", "calendar.py")
-    script("import calendar; print('mine', calendar.mine)")
+@pytest.mark.parametrize("name", ["calendar", "torch"])
+def test_a_module_of_the_script_with_the_name_of_an_imported_one_is_used(accel, script, name):
+    script("mine = True", f"{name}.py")
+    script(f"import {name}; print('mine', {name}.mine)")
     result = launched(accel, "train.py")
     assert lines(result) == ["mine True"] * 2
     assert "processes are started by exec:" in result.stderr
-    assert "calendar" in result.stderr
+    assert name in result.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -184,3 +185,8 @@ def count_masks():
 def test_each_model_divides_by_the_mean_number_of_masks(pair):
     """Those whose losses draw random points cannot be compared with one process as a whole."""
     assert pair.run(count_masks) == [dict.fromkeys(LOSSES, 2.0)] * 2
+
+
+def test_a_module_of_the_script_with_the_name_of_accelerates_state_is_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate.state", ModuleType("accelerate.state"))
+    assert Accelerator().num_processes == 1

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
 
 
 @pytest.fixture
@@ -89,3 +89,17 @@ def test_an_import_that_fails_raises_its_own_error_and_calls_nothing(package):
             importlib.import_module("watched.broken")
     assert seen == []
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__name__ != "_Finder"]
+
+
+def test_another_module_named_torch_is_not_taken_for_pytorch(tmp_path, monkeypatch):
+    seen = []
+    call_after_torch_import(seen.append)
+    assert seen == [sys.modules["torch"]]
+    for name in ("torch", "torch._C"):
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torch.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    call_after_torch_import(seen.append)
+    assert importlib.import_module("torch").value == 1
+    assert len(seen) == 1
