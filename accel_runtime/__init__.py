@@ -121,6 +121,23 @@ _EXPORTS = {
 }
 """The names of each module, which are those that type checkers import above."""
 _MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
+_SUBMODULES = frozenset(
+    {
+        "accelerator",
+        "big_modeling",
+        "data_loader",
+        "hooks",
+        "launchers",
+        "logging",
+        "optimizer",
+        "parallelism_config",
+        "scheduler",
+        "state",
+        "tracking",
+        "utils",
+    }
+)
+"""The modules that `import accelerate` makes attributes of the package, which scripts use without another import."""
 
 
 def __getattr__(name: str) -> Any:
@@ -130,10 +147,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("accel_runtime.environment.settings").__version__
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     return importlib.import_module("accel_runtime.compat.accelerate_package").import_from_accelerate(
         __name__, name
     )
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted({*globals(), *_MODULES, *_SUBMODULES})

@@ -42,6 +42,24 @@ _MODULES = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = frozenset(
+    {
+        "constants",
+        "dataclasses",
+        "environment",
+        "fsdp_utils",
+        "imports",
+        "launch",
+        "memory",
+        "modeling",
+        "offload",
+        "operations",
+        "other",
+        "random",
+        "versions",
+    }
+)
+"""The modules that `import accelerate` makes attributes of `accelerate.utils`."""
 _CHECKS = "accel_runtime.compat.imports"
 """The module of the names with `is_`."""
 
@@ -55,8 +73,10 @@ def __getattr__(name: str) -> Any:
         return getattr(accel_runtime, name)
     if name.startswith("is_") and hasattr(checks := importlib.import_module(_CHECKS), name):
         return getattr(checks, name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     return import_from_accelerate(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__getattr__("__all__")])
+    return sorted({*globals(), *__getattr__("__all__"), *_SUBMODULES})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from importlib.metadata import version
+from types import ModuleType
 
 import pytest
 
@@ -46,6 +48,24 @@ def test_importing_accelerator_does_not_import_slow_modules_of_torch():
 def test_every_public_name_exists(name):
     assert getattr(accel_runtime, name).__name__ == name
     assert name in dir(accel_runtime)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "accelerate.utils"])
+def test_modules_that_an_import_of_accelerate_makes_attributes_are_attributes_here(package):
+    ours, theirs = package.replace("accelerate", "accel_runtime"), pytest.importorskip(package)
+    names = [
+        name
+        for name, value in vars(theirs).items()
+        if isinstance(value, ModuleType) and importlib.util.find_spec(f"{ours}.{name}")
+    ]
+    assert len(names) > 10
+    # In a new process: here other tests may have imported them.
+    script = (
+        f"import {ours} as package\nprint(*set({names}) - set(dir(package)))\n"
+        f"for name in {names}: print(getattr(package, name).__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["", *(f"{ours}.{name}" for name in names)]
 
 
 def test_an_unknown_name_is_an_attribute_error():
