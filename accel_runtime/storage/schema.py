@@ -54,7 +54,8 @@ class Rule:
     """A condition on a value; `expected` completes "should be"."""
 
     expected: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], object]
+    """Returns a true value for a right one."""
 
 
 class FieldError(ValueError):
@@ -82,7 +83,7 @@ Shape = Annotated[
 ]
 Checksum = Annotated[
     str,
-    Rule("16 hexadecimal digits", lambda text: bool(re.fullmatch("[0-9a-f]{16}", text))),
+    Rule("16 hexadecimal digits", re.compile("[0-9a-f]{16}").fullmatch),
 ]
 Word = Annotated[str, Rule("at most 1000 characters long", lambda text: len(text) <= 1000)]  # noqa: PLR2004
 
@@ -118,12 +119,22 @@ _EXPECTED: Mapping[Any, str] = {int: "an integer", float: "a number", str: "text
 def _build_type_reader(kind: Any) -> Callable[[Any], Any]:
     if kind is Any:
         return lambda value: value
-    expected = _EXPECTED.get(kind, f"a {kind.__name__}")
+    if kind not in _EXPECTED:  # such as tensors, which have subclasses
+        return _build_instance_reader(kind)
+    expected = _EXPECTED[kind]
 
     def read(value: Any) -> Any:
-        # True is no number; tensors have subclasses.
-        if not (type(value) is kind if kind in _EXPECTED else isinstance(value, kind)):
+        if type(value) is not kind:  # True is no number
             raise _build_error(value, expected)
+        return value
+
+    return read
+
+
+def _build_instance_reader(kind: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _build_error(value, f"a {kind.__name__}")
         return value
 
     return read
@@ -183,12 +194,12 @@ def _build_list_reader(kind: type, read_item: Callable[[Any], Any]) -> Callable[
     def read(value: Any) -> Any:
         if type(value) is not list:
             raise _build_error(value, "a list")
-        items = []
-        for index, item in enumerate(value):
-            try:
-                items.append(read_item(item))
-            except FieldError as error:
-                raise error.inside(index) from None
+        items: list[Any] = []
+        try:
+            for item in value:
+                items.append(read_item(item))  # noqa: PERF401 - their number is that of the wrong one
+        except FieldError as error:
+            raise error.inside(len(items)) from None
         return kind(items)
 
     return read

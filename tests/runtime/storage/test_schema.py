@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from accel_runtime.storage.manifest import (
     _is_covered,
     hash_bytes,
 )
+from accel_runtime.storage.schema import FieldError
 from accel_runtime.storage.tensor_file import MergeRequest
 
 DELETED = object()
@@ -293,3 +296,64 @@ def test_chunks_cover_a_tensor_if_every_element_is_in_exactly_one(case):
     for offsets, sizes in boxes:
         counts[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
     assert _is_covered(shape, boxes) == bool((counts == 1).all())
+    chunks = (
+        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in boxes
+    )
+    part = TensorEntry("float32", shape, tuple(chunks))
+    if (counts > 1).any():
+        with pytest.raises(FieldError, match="cover elements twice"):
+            part.check_coverage(is_part=True)
+    else:
+        part.check_coverage(is_part=True)
+
+
+def build_text(shapes, ranks=()):
+    """Return the text of a manifest with tensors of some shapes, each row a chunk."""
+    tensors, start = {}, 0
+    for number, (rows, *row) in enumerate(shapes):
+        chunks = []
+        for index in range(rows):
+            size, offsets = 4 * math.prod(row), (index, *(0 for _ in row))
+            chunks.append(Chunk("f", start, size, hash_bytes(b""), offsets, (1, *row)))
+            start += size
+        tensors[f"model/{number}"] = TensorEntry("float32", (rows, *row), tuple(chunks))
+    states = {"model": [{"$": "tensor", "name": name} for name in tensors]}
+    files = {"f": FileEntry(start, hash_bytes(b""))}
+    return Manifest("s", "2026-11-21T15:00:00Z", 4, 0, {}, states, {}, tensors, files, ranks=ranks).text()
+
+
+def count_calls(function, *arguments):
+    """Return the number of Python's calls inside a function."""
+    count = 0
+
+    def observe(_frame, event, _argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(observe)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("ranks", [(), (0, 1)], ids=["complete", "part"])
+@pytest.mark.parametrize("shapes", [lambda n: [(1, 3)] * n, lambda n: [(n, 3)], lambda n: [(n, *[1] * 60)]])
+def test_the_work_for_a_manifest_grows_as_its_text(shapes, ranks):
+    once, twice = (build_text(shapes(count), ranks) for count in (200, 400))
+    assert count_calls(Manifest.parse, twice, "x") < 2.2 * count_calls(Manifest.parse, once, "x")
+
+
+def test_chunks_of_a_part_that_would_all_be_compared_are_refused():
+    # Rows to the right of the diagonal and columns below it, which no layout has.
+    size = 600
+    rows = [((each, each), (1, size - each)) for each in range(size)]
+    columns = [((each + 1, each), (size - each - 1, 1)) for each in range(size - 1)]
+    boxes = [*rows, *columns]
+    chunks = tuple(
+        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in boxes
+    )
+    assert TensorEntry("float32", (size, size), chunks).is_complete
+    with pytest.raises(FieldError, match="others beside them"):
+        TensorEntry("float32", (size, size), chunks).check_coverage(is_part=True)
