@@ -93,20 +93,20 @@ def list_checkpoints(directory: str) -> dict[str, Any]:
 @command_errors()
 def verify_checkpoint(directory: str, progress: Progress) -> dict[str, Any]:
     """Read every byte of a checkpoint; if it is damaged, also of earlier ones until one is undamaged."""
-    entry = find_newest_checkpoint(directory, _STORE)
+    found: list[CheckpointEntry] = []
 
     def find() -> str:
-        nonlocal entry
-        entry = find_newest_checkpoint(directory, _STORE)
-        if entry.checkpoint is None:
-            raise DamageError([entry.problem])
-        return entry.location
+        found.append(find_newest_checkpoint(directory, _STORE))
+        if found[-1].checkpoint is None:
+            raise DamageError([found[-1].problem])
+        return found[-1].location
 
     problems: list[str] = []
     try:
-        entry = replace(entry, checkpoint=verify_files(_STORE, find, _count_bytes(progress)))
+        checkpoint = verify_files(_STORE, find, _count_bytes(progress))
+        entry = replace(found[-1], checkpoint=checkpoint)
     except DamageError as error:
-        problems = error.problems
+        entry, problems = found[-1], error.problems
     return {
         **_describe_entry(entry),
         "complete": not problems,

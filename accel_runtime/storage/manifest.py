@@ -413,8 +413,13 @@ class Manifest:
         expected, checksum = match[1], hash_bytes(match[2].encode(errors="replace"))
         if checksum != expected:
             raise CheckpointError(f"{path} is damaged: its checksum is {checksum} and should be {expected}")
+        with _pause_garbage_collection():
+            return cls._parse_body(match[2], path)
+
+    @classmethod
+    def _parse_body(cls, text: str, path: Path | str) -> Manifest:
         try:
-            body = parse_strict_json(match[2])
+            body = parse_strict_json(text)
             version = body.get("version")
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
@@ -424,8 +429,7 @@ class Manifest:
                 f"written by accel {_read_version(body)}. Install that version to load it."
             )
         try:
-            with _pause_garbage_collection():
-                manifest: Manifest = read_value(cls, body)
+            manifest: Manifest = read_value(cls, body)
         except FieldError as error:
             raise CheckpointError(f"{path} cannot be used: {error}") from error
         return manifest
