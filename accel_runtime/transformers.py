@@ -24,7 +24,7 @@ from accel_runtime.checkpoint.manager import RunOrigin
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import Settings
-from accel_runtime.environment.text import print_note
+from accel_runtime.environment.text import parse_json, print_note
 from accel_runtime.foundation.torch_internals import default_store
 from accel_runtime.monitoring.recording import rank_recorder
 
@@ -261,7 +261,7 @@ def _write_mark(path: Path, run: Mapping[str, str]) -> None:
 def _read_mark(path: Path) -> dict[str, Any] | None:
     """Return the mark of a complete checkpoint; None without a valid one."""
     try:
-        mark = json.loads((path / _MARK).read_text("utf-8"))
+        mark = parse_json((path / _MARK).read_text("utf-8"))
         valid = isinstance(mark["run"], dict) and all(
             isinstance(size, int) for size in mark["files"].values()
         )
@@ -281,7 +281,7 @@ def _find_damage(path: Path, mark: Mapping[str, Any] | None) -> str:
         wrong = [name for name, size in mark["files"].items() if sizes.get(name) != size]
         return f"{wrong[0]} is missing or has another size" if wrong else ""
     try:
-        json.loads((path / "trainer_state.json").read_text("utf-8"))
+        parse_json((path / "trainer_state.json").read_text("utf-8"))
     except (OSError, ValueError):
         return "trainer_state.json is missing or unreadable"
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -295,7 +295,7 @@ def _is_whole(file: Path) -> bool:
         with file.open("rb") as opened:
             try:
                 header = int.from_bytes(opened.read(8), "little")
-                entries = json.loads(opened.read(min(header, 1 << 27)))
+                entries = parse_json(opened.read(min(header, 1 << 27)))
                 end = max(
                     (e["data_offsets"][1] for n, e in entries.items() if n != "__metadata__"), default=0
                 )

@@ -7,19 +7,17 @@ calls on each rank, so that equal numbers belong together. With gloo only `retir
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file
-from accel_runtime.environment.collective_trace import REQUEST_FILE, TRACE_FILE
-from accel_runtime.environment.text import decode_text
+from accel_runtime.environment.collective_trace import REQUEST_FILE
+from accel_runtime.environment.text import parse_json
 
 __all__ = [
     "Collective",
@@ -83,25 +81,25 @@ def request_traces(
 
     The rank `failed` has written its record when it failed in its last collective.
     """
-    asked = [folder for folder in folders.values() if _send_request(folder.path)]
+    asked = [folder for folder in folders.values() if _send_request(folder)]
     deadline = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < deadline and not all((folder.path / TRACE_FILE).exists() for folder in asked):
+    while time.monotonic() < deadline and not all(folder.trace.exists() for folder in asked):
         time.sleep(_POLL_S)
     traces = {}
     for rank, folder in folders.items():
-        with suppress(OSError, ValueError), open_file(folder.path / TRACE_FILE) as file:
-            traces[rank] = parse_trace(decode_text(file.read(_MAX_BYTES)), has_failed=rank == failed)
+        with suppress(OSError, ValueError), open_file(folder.trace) as file:
+            traces[rank] = parse_trace(file.read(_MAX_BYTES), has_failed=rank == failed)
     return traces
 
 
-def _send_request(folder: Path) -> bool:
+def _send_request(folder: RankFolder) -> bool:
     """Return whether a rank was asked; it does not exist yet, or has no thread that would answer, otherwise."""
     try:
-        pipe = os.open(folder / REQUEST_FILE, os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(folder.path / REQUEST_FILE, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        (folder / TRACE_FILE).unlink(missing_ok=True)
+        folder.trace.unlink(missing_ok=True)
         os.write(pipe, b".")
     except OSError:
         return False
@@ -110,7 +108,7 @@ def _send_request(folder: Path) -> bool:
     return True
 
 
-def parse_trace(text: str, *, has_failed: bool = False) -> dict[str, GroupTrace]:
+def parse_trace(text: str | bytes, *, has_failed: bool = False) -> dict[str, GroupTrace]:
     """Return the collectives of a rank by the name of their group; with `has_failed`, the last one has not completed.
 
     gloo records one that has timed out as completed.
@@ -119,7 +117,7 @@ def parse_trace(text: str, *, has_failed: bool = False) -> dict[str, GroupTrace]
         ValueError: The text is not a record.
     """
     try:
-        record = json.loads(text)
+        record = parse_json(text)
         groups: dict[str, dict[int, Collective]] = {}
         entries = [entry for entry in record.get("entries", ()) if not entry["is_p2p"]]
         for entry in entries:
@@ -136,14 +134,14 @@ def parse_trace(text: str, *, has_failed: bool = False) -> dict[str, GroupTrace]
         return {
             name: GroupTrace(_parse_ranks(configs, name), collectives) for name, collectives in groups.items()
         }
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ValueError(f"unknown record of collectives: {error!r}") from None
 
 
 def _parse_ranks(configs: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the ranks of a group; gloo's default group has an empty key (torch 2.13)."""
     config = configs.get(name) or (configs.get("") if name == "0" else None) or {}
-    return tuple(json.loads(str(config.get("ranks", "[]")) or "[]"))
+    return tuple(map(int, parse_json(str(config.get("ranks", "[]")) or "[]")))
 
 
 class _Wait(NamedTuple):

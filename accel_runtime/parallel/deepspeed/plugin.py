@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import importlib.util
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from accel_runtime.environment.deepspeed import (
     read_deepspeed_file,
     resolve_deepspeed,
 )
+from accel_runtime.environment.text import parse_json
 from accel_runtime.foundation.options import Configuration
 from accel_runtime.parallel.strategy import Placeholder
 
@@ -111,8 +111,8 @@ def _read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str
         return read_deepspeed_file(content)
     for text in (content, _decode(content)):
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError:
+            values = parse_json(text)
+        except ValueError:
             continue
         if isinstance(values, dict):
             return parse_deepspeed_config(values, "the configuration of DeepSpeed")

@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from accel_runtime.environment.text import parse_json
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
 from accel_runtime.storage.objects.client import ConditionError, Level, ObjectClient, ObjectError
@@ -258,8 +259,10 @@ class ObjectStore(Store):
 
     def _is_crashed(self, key: str, marker: str, save: str) -> bool:
         """Return whether the process that writes a save has certainly or probably ended."""
-        with suppress(FileNotFoundError, ValueError):
-            run = json.loads(self.client.get(marker)[0]).get("run")
+        with suppress(
+            FileNotFoundError, ValueError, AttributeError
+        ):  # of a marker that accel has not written
+            run = parse_json(self.client.get(marker)[0]).get("run")
             if run and run == self._run:
                 return True  # an earlier attempt of this run, whose processes have ended
         return self._is_old(marker) and self._is_old(f"{key}/{PARTS}/{save}/")

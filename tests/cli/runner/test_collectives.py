@@ -103,7 +103,24 @@ def test_nothing_is_said_if_all_collectives_have_completed(state):
     assert explain(*[write_record([ALL_REDUCE] * 3, done=3, state=state)] * 3) == []
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"entries": [{}]}', '{"entries": 3}', "__import__('os')"])
+NO_RECORDS = {
+    "": "",
+    "a list": "[]",
+    "an empty entry": '{"entries": [{}]}',
+    "a number": '{"entries": 3}',
+    "code": "__import__('os')",
+    "deep": "[" * 200_000,
+    "as deep as Python parses": '{"entries": ' + "[" * 900 + "]" * 900 + "}",
+    "an infinite number": write_record([ALL_REDUCE], done=0).replace(
+        '"collective_seq_id": 1', '"collective_seq_id": Infinity'
+    ),
+    "deep ranks": json.dumps(
+        json.loads(write_record([ALL_REDUCE], done=0)) | {"pg_config": {"0": {"ranks": "[" * 200_000}}}
+    ),
+}
+
+
+@pytest.mark.parametrize("text", NO_RECORDS.values(), ids=NO_RECORDS)
 def test_a_text_that_is_no_record_is_a_value_error(text):
     with pytest.raises(ValueError, match=r".*"):
         parse_trace(text)
