@@ -32,6 +32,7 @@ from typing import TextIO
 
 from typing_extensions import override
 
+import accel_cli
 from accel_cli import early_signals, worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
@@ -86,12 +87,12 @@ def exec_fork_server(plan: Plan) -> int:
 
 
 def _write_plan(plan: Plan) -> int:
-    """Write a plan to an anonymous file, since command lines are public; return its descriptor."""
+    """Write the start of the command and a plan to an anonymous file, since command lines are public; return its descriptor."""
     # Some builds of Python, such as conda's, have no memfd.
     with (
         os.fdopen(os.memfd_create("plan"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file
     ):
-        file.write(plan.to_json().encode("ascii"))
+        file.write(f"{accel_cli.STARTED!r}\n{plan.to_json()}".encode("ascii"))
         file.seek(0)
         return os.dup(file.fileno())
 

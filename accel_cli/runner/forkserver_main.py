@@ -1,6 +1,6 @@
 """The fresh interpreter of a launch: it imports torch, starts the fork server, and becomes the elastic agent.
 
-Run by path with the number of a file descriptor from which the plan is read. Forked processes return here too, and run
+Run by path with the number of a file descriptor from which the start of the command and the plan are read. Forked processes return here too, and run
 the script at the same stack depth as a process started by exec.
 """
 
@@ -54,12 +54,13 @@ def main() -> None:
     """Run the agent; in a forked process, run the script."""
     try:
         with os.fdopen(int(sys.argv[1]), encoding="utf-8") as file:
+            begin = float(file.readline())
             plan = Plan.from_json(file.read())
         started = _start_server(plan)
         if not isinstance(started, ForkRequest):
             from accel_cli.runner.run import run  # noqa: PLC0415 - not in the forked processes
 
-            _exit(run(plan, started))
+            _exit(run(plan, started, begin))
     except AccelError as error:
         _fail(str(error), error.exit_code)
     except (OSError, MemoryError) as error:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import accel_cli
 from accel_cli import console
 from accel_cli.planning.plan import Plan
 from accel_cli.runs.git_commit import read_git_commit
@@ -29,14 +30,15 @@ _MAX_SAMPLES = 1024
 _SILENCE_S = 600.0
 
 
-def build_record(plan: Plan, torch_version: str) -> dict[str, Any]:
-    """Return the facts about a launch that are recorded at its start."""
+def build_record(plan: Plan, torch_version: str, begin: float) -> dict[str, Any]:
+    """Return the facts about a launch that are recorded at its start; the command began at `begin`, on the monotonic clock."""
     details = plan.details
     arguments = list(details.arguments) if details else []
     command = plan.argv[: len(plan.argv) - len(arguments)]
     masked = console.mask_arguments(arguments)
     return {
         "argv": [*command, *masked],
+        "started": time.time() - (time.monotonic() - begin),
         "target": plan.target,
         "arguments": masked,
         "launcher": plan.launcher,
@@ -72,7 +74,7 @@ def record_script(
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:  # the script may need none
         torch_version = ""
-    record = build_record(plan, torch_version)
+    record = build_record(plan, torch_version, accel_cli.STARTED)
     base = get_log_home(environ)
     with suppress(OSError):
         folder = RunFolder.create(
@@ -84,7 +86,7 @@ def record_script(
         )
         note_temporary_home(base)
         folder.get_rank(0, 0).path.mkdir(parents=True)
-        recorder = RunRecorder(folder)
+        recorder = RunRecorder(folder, accel_cli.STARTED)
         recorder.record_pid(0, 0)
         recorder.record("start", attempt=0, world_size=1, ranks=[0])
         return recorder
@@ -104,17 +106,18 @@ class RunRecorder:
 
     Args:
         folder: The folder of the run.
+        begin: The start of the command, on the monotonic clock.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, begin: float) -> None:
         self.folder = folder
         self._samples: list[str] = []
         self._cpu_times: dict[int, tuple[float, float]] = {}
         """The time of the last sample, and the CPU time of the process at it, by process."""
         self._interval = _INTERVAL_S
-        self._started = self.last_event = time.monotonic()
+        self._begin, self.last_event = begin, time.monotonic()
         """The time of the newest event, on the monotonic clock."""
-        self._next_sample = self._started + _INTERVAL_S
+        self._next_sample = self.last_event + _INTERVAL_S
 
     def record(self, event: str, **fields: Any) -> None:
         """Append an event to `events.jsonl`."""
@@ -181,7 +184,7 @@ class RunRecorder:
 
     def format_end(self, processes: str, code: int) -> str:
         """Return how a run of some processes, as in `2 processes`, has ended."""
-        duration = console.format_duration(time.monotonic() - self._started)
+        duration = console.format_duration(time.monotonic() - self._begin)
         end = (
             f"finished in {duration}, exit code 0"
             if code == 0

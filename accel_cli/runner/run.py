@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
+import accel_cli
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
@@ -37,8 +38,10 @@ from accel_runtime.environment.installation import format_install
 __all__ = ["run"]
 
 
-def run(plan: Plan, server: ForkServer | None = None) -> int:
+def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None) -> int:
     """Start the processes of a plan on this node, by fork if there is a server, and wait until they end.
+
+    The command began at `begin`, on the monotonic clock; without it, when this process imported accel.
 
     Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
     """
@@ -52,7 +55,8 @@ def run(plan: Plan, server: ForkServer | None = None) -> int:
     with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
         try:
             compile_operators(plan.argv, os.environ)
-            return _run_and_record(plan, settings, signals, server)
+            begin = accel_cli.STARTED if begin is None else begin
+            return _run_and_record(plan, settings, signals, server, begin)
         except SignalException as error:
             # The rendezvous stays open, so that other nodes can continue without this one.
             return 128 + int(error.sigval)
@@ -64,11 +68,11 @@ def run(plan: Plan, server: ForkServer | None = None) -> int:
 
 
 def _run_and_record(
-    plan: Plan, settings: AgentSettings, signals: SignalHandlers, server: ForkServer | None
+    plan: Plan, settings: AgentSettings, signals: SignalHandlers, server: ForkServer | None, begin: float
 ) -> int:
     """Run torch's agent, and record the exit code in a new run folder."""
     base = get_log_home(os.environ, settings.log_dir)
-    record = build_record(plan, torch.__version__)
+    record = build_record(plan, torch.__version__, begin)
     try:
         folder = RunFolder.create(
             base, plan.target, record, keep_runs=settings.keep_runs, keep_days=settings.keep_days
@@ -78,7 +82,7 @@ def _run_and_record(
             f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
         ) from None
     note_temporary_home(base)
-    warning, recorder = LogWarning(folder), RunRecorder(folder)
+    warning, recorder = LogWarning(folder), RunRecorder(folder, begin)
     is_quiet = plan.details is None or plan.details.is_quiet
     # A footer shows the progress itself.
     has_hint = not (is_quiet or settings.live)

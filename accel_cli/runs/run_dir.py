@@ -164,7 +164,7 @@ class RunFolder:
             "host": socket.gethostname(),
         }
         try:
-            run.update({**record, **process, "started": time.time()})
+            run.update({"started": time.time(), **record, **process})
         except OSError:  # a full disk
             shutil.rmtree(path, ignore_errors=True)
             raise

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
@@ -20,6 +21,7 @@ from support.interpreter import Interpreter
 from support.processes import ForkedProcess
 from support.waits import limit
 
+import accel_cli
 from accel_cli.main import main
 
 INTERPRETER = Interpreter(
@@ -114,6 +116,7 @@ def run_command(host, *args):
     from accel_cli.runner import forkserver, forkserver_main
 
     os.setsid()
+    accel_cli.STARTED = time.monotonic()
     if host:
         enter_namespace(*host)
     sys.argv = ["accel", *args]

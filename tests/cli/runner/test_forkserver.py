@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 
+import accel_cli
 from accel_cli import worker
 from accel_cli.errors import AccelError
 from accel_cli.planning.plan import Plan
@@ -116,6 +117,15 @@ def test_a_plan_that_cannot_be_passed_to_the_fork_server_is_an_error(monkeypatch
     message = r"the plan cannot be passed on: File too large. Raise the limit on file sizes \(ulimit -f\)."
     with pytest.raises(AccelError, match=message):
         forkserver.exec_fork_server(Plan(launcher="torchrun", argv=("python",), env={}, device="cpu"))
+
+
+def test_the_new_interpreter_gets_the_start_of_the_command_and_the_plan(monkeypatch):
+    passed, plan = [], Plan(launcher="torchrun", argv=("python",), env={}, device="cpu")
+    monkeypatch.setattr(os, "execve", lambda _python, argv, _environ: passed.append(int(argv[2])))
+    forkserver.exec_fork_server(plan)
+    with os.fdopen(passed[0]) as file:
+        assert float(file.readline()) == accel_cli.STARTED
+        assert Plan.from_json(file.read()) == plan
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def driver(monkeypatch):
 
 
 def test_events_are_appended_with_their_time(run):
-    recorder = RunRecorder(run)
+    recorder = RunRecorder(run, time.monotonic())
     before = time.time()
     recorder.record("start", attempt=0, world_size=2, ranks=[0, 1])
     recorder.record("end", exit_code=3)
@@ -77,7 +77,7 @@ def test_events_are_appended_with_their_time(run):
 
 
 def test_a_removed_folder_does_not_end_the_run(run):
-    recorder = RunRecorder(run)
+    recorder = RunRecorder(run, time.monotonic())
     (run.path / "run.json").unlink()
     run.path.rmdir()
     recorder.record("stall", seconds=1.0, text="x")
@@ -108,7 +108,7 @@ def test_the_record_has_the_facts_of_the_launch_without_secrets():
             ("--lr", "0.1", "--api-key", "abc", "--hf_token=abc", "x"), "headline", {"launcher.ranks": 0}
         ),
     )
-    record = build_record(plan, "2.9")
+    record = build_record(plan, "2.9", time.monotonic())
     assert record["arguments"] == ["--lr", "0.1", "--api-key", "***", "--hf_token=***", "x"]
     assert record["argv"] == ["python", "worker.py", "script", "train.py", *record["arguments"]]
     assert record["versions"]["torch"] == "2.9"
@@ -117,7 +117,7 @@ def test_the_record_has_the_facts_of_the_launch_without_secrets():
 
 
 def test_the_memory_of_running_ranks_is_sampled(run):
-    recorder = RunRecorder(run)
+    recorder = RunRecorder(run, time.monotonic())
     ranks = [start_rank(run, rank) for rank in (0, 3)]
     try:
         recorder.sample_memory(0)
@@ -142,7 +142,7 @@ def test_the_samples_of_the_memory_are_limited_and_cover_the_whole_run(run, monk
     folder.pid.write_text(str(os.getpid()))
     clock = [0.0]
     monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: clock[0]))
-    samples = RunRecorder(run)
+    samples = RunRecorder(run, time.monotonic())
     sizes = set()
     for second in range(0, 50_000, 5):
         clock[0] = float(second)
@@ -161,7 +161,7 @@ def test_gpu_memory_is_added_to_the_samples_if_a_driver_exists(run, driver):
     driver({0: {process.pid: 3 << 30, 1: 1 << 30}, 1: {process.pid: None}})
     try:
         assert read_gpu_usage({process.pid, 999_999}) == {process.pid: (3 << 30, 90)}
-        recorder = RunRecorder(run)
+        recorder = RunRecorder(run, time.monotonic())
         recorder._next_sample = 0.0
         recorder.sample_memory(0)
     finally:
@@ -204,12 +204,23 @@ def test_no_gpu_usage_is_reported_without_a_driver():
     ],
 )
 def test_the_end_of_a_run_is_recorded_and_described(run, code, line):
-    recorder = RunRecorder(run)
+    recorder = RunRecorder(run, time.monotonic())
     recorder.end(code)
     assert recorder.format_end("2 processes", code) == line
     status = run.read_status()
     assert (status.record["exit_code"], status.state) == (code, f"exit code {code}")
     assert abs(status.ended - time.time()) < 60
+
+
+def test_a_run_lasts_from_the_start_of_the_command(run):
+    """Before its folder, the command has imported torch, which took half of a short run."""
+    begin = time.monotonic() - 40
+    record = build_record(Plan(launcher="torchrun", argv=("python",), env={}, device="cpu"), "2.9", begin)
+    assert record["started"] < time.time() - 39
+    folder = RunFolder.create(run.path.parent, "train.py", record)
+    assert folder.read_status().record["started"] == record["started"]
+    line = RunRecorder(folder, begin).format_end("2 processes", 0)
+    assert float(line.split()[4]) >= 40
 
 
 def test_the_hint_is_given_once_after_a_silent_time(capsys):
