@@ -266,7 +266,7 @@ _LAUNCHER_VALUES = {
 }
 _SET_BY_LAUNCHER = """\
 `accel launch` sets these variables, and those of torchrun: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`,
-`MASTER_ADDR`, `MASTER_PORT` and related ones. `accel launch --dry-run` prints the variables of a launch. Do not set
+`MASTER_ADDR`, `MASTER_PORT` and related ones. `accel launch --explain` prints the variables of a launch. Do not set
 them yourself."""
 _SET_VALUES = {
     "LAUNCH": "a name",

@@ -323,7 +323,7 @@ def _format_values(title: str, values: Mapping[str, tuple[Any, str]]) -> Iterato
 
 
 def format_plan(plan: Plan, resolved: Resolved | None) -> str:
-    """Return the plan as text; with `resolved` also the source of every value of the profile.
+    """Return the plan as text; with `resolved` also the source of every value of the profile, and variables with default values.
 
     Values that a file, a variable or an option has set come first, each with a star; the defaults come last.
     """
@@ -331,6 +331,7 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
 
     from accel_cli.planning.plan import join_for_bash
     from accel_cli.profile.deepspeed_file import list_deepspeed_values, list_effective_values
+    from accel_runtime.environment.settings import Settings
 
     values = list_effective_values(resolved) if resolved else {}
     given = {key: entry for key, entry in values.items() if entry[1] != _DEFAULT}
@@ -342,7 +343,11 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
         reason = f" ({plan.agent.start_method_reason})" if plan.agent.start_method_reason else ""
         lines.append(f"start method: {plan.agent.start_method}{reason}")
     lines += [f"command: {join_for_bash(plan.argv)}", "environment:"]
-    lines += [f"  {name}={console.mask_secrets(name, value)}" for name, value in sorted(plan.env.items())]
+    defaults = {} if resolved else Settings().to_env()
+    shown = {name: value for name, value in sorted(plan.env.items()) if defaults.get(name) != value}
+    lines += [f"  {name}={console.mask_secrets(name, value)}" for name, value in shown.items()]
+    if hidden := len(plan.env) - len(shown):
+        lines.append(f"  and {hidden} variables with default values, which --explain prints")
     if plan.agent:
         settings = {**asdict(plan.agent), "start_method": None, "start_method_reason": None}
         lines.append("elastic agent:")
