@@ -88,16 +88,9 @@ def explain_process_limit(error: BaseException) -> str:
         link = link.__cause__ or link.__context__
     else:
         return ""
-    from accel_runtime.environment.cgroup import read_process_limit  # noqa: PLC0415 - for errors only
+    from accel_runtime.environment import cgroup  # noqa: PLC0415 - for errors only
 
-    soft, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], read_process_limit()
-    limits = {"ulimit -u": soft, "pids.max of the control group": group}
-    known = [(limit, name) for name, limit in limits.items() if limit is not None and limit >= 0]
-    found = " ({1} is {0})".format(*min(known)) if known else ""
-    return (
-        f"Cannot start another process or thread: the limit on processes is reached{found}. Raise the limit, or end other "
-        "processes."
-    )
+    return f"Cannot start another process or thread: {cgroup.explain_process_limit()}"
 
 
 def explain_address_space() -> str:

@@ -320,8 +320,10 @@ def _print_hint(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # the exception is more important
         from accel_runtime.environment.failure_hints import find_hint  # noqa: PLC0415 - after failures only
 
-        chain = "\n".join("".join(traceback.format_exception_only(link)) for link in _get_chain(error))
-        if hint := find_hint(chain):
+        links = list(_get_chain(error))
+        chain = "\n".join("".join(traceback.format_exception_only(link)) for link in links)
+        frames = [frame for link in links for frame in traceback.extract_tb(link.__traceback__)[-1:]]
+        if hint := find_hint(chain, "\n".join(frame.line or "" for frame in frames)):
             sys.stderr.write(f"accel: hint: {hint}\n")
 
 

@@ -524,7 +524,8 @@ def _find_hint(failure: Failure) -> str | None:
             "a rank that exits with code 0 joins no collective of the others. Let all ranks make the same calls until the end, or "
             "exit with another code to report a failure."
         )
-    return find_hint("\n".join(f"{link.kind} {link.text}" for link in failure.chain))
+    lines = [link.frames[-1].text for link in failure.chain if link.frames]
+    return find_hint("\n".join(f"{link.kind} {link.text}" for link in failure.chain), "\n".join(lines))
 
 
 _KEY = "accel/failure/"

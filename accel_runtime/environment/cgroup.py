@@ -11,7 +11,13 @@ import math
 import os
 from pathlib import Path, PurePosixPath
 
-__all__ = ["count_cpus", "read_available_memory", "read_cpu_quota", "read_process_limit"]
+__all__ = [
+    "count_cpus",
+    "explain_process_limit",
+    "read_available_memory",
+    "read_cpu_quota",
+    "read_process_limit",
+]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
@@ -41,6 +47,17 @@ def read_process_limit(membership: Path = _MEMBERSHIP, mount: Path = _MOUNT) -> 
     folders = _list_folders("", membership, mount) + _list_folders("pids", membership, mount)
     texts = [_read(folder / "pids.max") for folder in folders]
     return min((int(text) for text in texts if text.isdecimal()), default=None)
+
+
+def explain_process_limit() -> str:
+    """Return that the limit on processes is reached, with the smallest limit of this process, and the cure."""
+    import resource  # noqa: PLC0415 - not on all systems
+
+    soft, group = resource.getrlimit(resource.RLIMIT_NPROC)[0], read_process_limit()
+    limits = {"ulimit -u": soft, "pids.max of the control group": group}
+    known = [(limit, name) for name, limit in limits.items() if limit is not None and limit >= 0]
+    found = " ({1} is {0})".format(*min(known)) if known else ""
+    return f"the limit on processes is reached{found}. Raise the limit, or end other processes."
 
 
 def read_available_memory(

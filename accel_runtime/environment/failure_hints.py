@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 import sys
@@ -10,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 
+from accel_runtime.environment.cgroup import explain_process_limit
 from accel_runtime.environment.installation import format_install
 
 __all__ = ["find_hint"]
@@ -80,6 +83,13 @@ _HINTS = (
         "another rank did not reach this collective within process_group_timeout; see the logs of the other ranks",
     ),
 )
+_NO_MORE = re.escape(os.strerror(errno.EAGAIN))
+_NO_THREAD = re.compile(
+    rf"can't start new thread|RuntimeError: {_NO_MORE}|[Tt]hread.*{_NO_MORE}|std::system_error'\s+what\(\):\s+{_NO_MORE}"
+)
+"""What Python, torch, the libraries of OpenMP and BLAS, and C++ print if they cannot start a thread."""
+_NO_PROCESS, _FORK = re.compile(f"BlockingIOError: .*{_NO_MORE}"), re.compile("fork|spawn")
+"""The error of Python if it cannot start a process, and the call. Sockets and pipes raise it too."""
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -94,8 +104,15 @@ _DISTRIBUTIONS: Mapping[str, str] = MappingProxyType(
 """Packages whose module has another name."""
 
 
-def find_hint(text: str) -> str | None:
-    """Return the hint for an exception, given as its class and message; None without one."""
+def find_hint(text: str, line: str = "") -> str | None:
+    """Return the hint for an exception, given as its class and message; None without one.
+
+    Args:
+        text: The class and message, or the last lines of the output.
+        line: The line of code that raised the exception, if it is known.
+    """
+    if _NO_THREAD.search(text) or (_NO_PROCESS.search(text) and _FORK.search(line)):
+        return explain_process_limit()
     if (match := _MISSING.search(text)) and (hint := _explain_missing(match[1].partition(".")[0])):
         return hint
     return next((hint for pattern, hint in _HINTS if pattern.search(text)), None)

@@ -239,6 +239,17 @@ def test_a_crash_in_a_collective_names_the_line_of_each_rank_and_the_cure(capsys
     assert "unwrap_model(model) on one rank alone" in report
 
 
+def test_a_script_whose_process_cannot_fork_prints_the_limit_on_processes(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import errno, os\ndef fork(): raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))\nfork()\n"
+    )
+    command = [sys.executable, str(WORKER), "script", str(script)]
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert "accel: hint: the limit on processes is reached" in result.stderr
+
+
 def test_a_script_without_a_launcher_process_prints_the_hint_below_its_traceback(tmp_path):
     """As with the launcher `single`, whose process the script replaces."""
     (tmp_path / "train.py").write_text("import no_such_package_anywhere\n")

@@ -41,6 +41,29 @@ def test_a_copy_of_parameters_before_they_were_sharded_leads_to_its_place():
     assert "make them after prepare()" in find_hint(error)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("RuntimeError: can't start new thread", ""),
+        ("RuntimeError: Resource temporarily unavailable", ""),
+        (
+            "OpenBLAS blas_thread_init: pthread_create failed for thread 1: Resource temporarily unavailable",
+            "",
+        ),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "if os.fork() == 0:"),
+        ("BlockingIOError: [Errno 11] Resource temporarily unavailable", "self.pid = _fork_exec("),
+    ],
+)
+def test_a_thread_or_process_that_cannot_be_started_leads_to_the_limit_on_processes(text, line):
+    assert "the limit on processes is reached" in find_hint(text, line)
+
+
+def test_a_pipe_without_data_is_not_taken_for_the_limit_on_processes():
+    assert (
+        find_hint("BlockingIOError: [Errno 11] Resource temporarily unavailable", "os.read(pipe, 1)") is None
+    )
+
+
 def test_a_missing_package_is_reported_with_the_python_that_lacks_it(tmp_path, monkeypatch):
     (tmp_path / "python").write_text("")
     (tmp_path / "python").chmod(0o755)
