@@ -1,7 +1,7 @@
 """The fresh interpreter of a launch: it imports torch, starts the fork server, and becomes the elastic agent.
 
-Run by path with the number of a file descriptor from which the start of the command and the plan are read. Forked processes return here too, and run
-the script at the same stack depth as a process started by exec.
+Run by path with the number of a file descriptor from which the start of the command and the plan are read. Forked processes
+return here too, and run the script at the same stack depth as a process started by exec.
 """
 
 from __future__ import annotations
