@@ -49,7 +49,7 @@ from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartRe
 from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
-from accel_cli.runs.speed import RankSpeed, describe_slow_rank, describe_throughput
+from accel_cli.runs.speed import RankSpeed, describe_global_batch, describe_slow_rank, describe_throughput
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.collective_trace import REQUEST_FILE
 
@@ -109,6 +109,7 @@ class ElasticAgent(LocalElasticAgent):
         self._speeds: dict[int, RankSpeed] = {}
         """The speeds of the ranks of all nodes, once all have succeeded; empty on a single node."""
         self._replica_watch: ReplicaWatch | None = None
+        self._awaits_description = not context.is_quiet
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt, self._started = -1, time.monotonic()
         # The first node's value becomes that of all nodes.
@@ -365,6 +366,7 @@ class ElasticAgent(LocalElasticAgent):
             self._watch_stalls(self._replica_watch.folders)
         if context.footer:
             context.footer.refresh()
+        self._report_global_batch()
         context.guard.check()
         context.guard.watch(context.orphans.update(context.signals.workers))
         result: RunResult = super()._monitor_workers(worker_group)
@@ -387,6 +389,17 @@ class ElasticAgent(LocalElasticAgent):
                 self._hangs.answer()
                 return self._check_nodes(self._nodes, result)
         return result
+
+    def _report_global_batch(self) -> None:
+        """Print once the global batch, if it is not that of the script, when the main process has described the run."""
+        folder = (
+            self._run_context.folder.list_ranks(self._attempt).get(0) if self._awaits_description else None
+        )
+        if folder and folder.description.exists():
+            self._awaits_description = False
+            if batch := describe_global_batch(folder.description):
+                self._end_line()
+                console.note(batch)
 
     def _watch_stalls(self, folders: Mapping[int, RankFolder]) -> None:
         settings = self._run_context.settings

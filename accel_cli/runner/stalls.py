@@ -15,7 +15,7 @@ from typing import NamedTuple
 from accel_cli import console, worker
 from accel_cli.planning.plan import StallAction
 from accel_cli.runner.collectives import explain_hang, request_traces
-from accel_cli.runner.guard import send_signal
+from accel_cli.runner.guard import list_processes, send_signal
 from accel_cli.runner.hang_evidence import Observation, judge, observe_ranks
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.beats import Beat
@@ -269,7 +269,8 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
-    return "\n".join([*_format_table(beats), *groups, *_explain_hang(_read_record(folders, stacks))])
+    hang = _explain_hang(_read_record(folders, stacks))
+    return "\n".join([*_format_table(beats), *groups, *request_loader_workers(folders), *hang])
 
 
 def describe_collectives(
@@ -332,6 +333,7 @@ def _format_report(
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
+    lines += request_loader_workers(folders)
     lines += _explain_hang(collect(_read_record(folders, stacks)))
     return "\n".join(lines)
 
@@ -412,21 +414,63 @@ def request_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
     Processes that do not handle the signal are left out, since it would end them.
     """
     offsets = {rank: _get_size(folder.stacks) for rank, folder in folders.items()}
-    problems = {rank: _send_request(folder) for rank, folder in folders.items()}
+    problems = {rank: _send_request(read_pid(folder.pid), folder.stacks) for rank, folder in folders.items()}
     _wait_for_stacks([folder.stacks for rank, folder in folders.items() if not problems[rank]])
     stacks = {}
     for rank, folder in sorted(folders.items()):
         answer = None if problems[rank] else _read_stacks(folder, offsets[rank])
-        state = _PROCESS_STATES.get(
-            _read_status(folder).get("State", "Z")[0], "it is ending, or busy in C code"
-        )
-        stacks[rank] = answer or Stacks(problem=problems[rank] or f"no answer: {state}")
+        stacks[rank] = answer or Stacks(problem=problems[rank] or _explain_silence(read_pid(folder.pid)))
     return stacks
 
 
-def _send_request(folder: RankFolder) -> str:
-    """Send the signal, or return the reason why it cannot be sent."""
-    status = _read_status(folder)
+_WORKER_NAME = "pt_data_worker"
+"""The name that torch gives to the main thread of a data-loader worker (torch 2.9 and later)."""
+_WORKER_LOOP, _WORKER_FETCH = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
+_MAX_WORKERS = 32
+"""The most data-loader workers of a rank whose stacks are requested, one after the other."""
+
+
+def request_loader_workers(folders: Mapping[int, RankFolder]) -> list[str]:
+    """Return lines about data-loader workers that load a sample, or do not answer, with their process ids and stacks."""
+    found: defaultdict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
+    pending = {rank: _list_loader_workers(read_pid(folder.pid)) for rank, folder in folders.items()}
+    while any(pending.values()):
+        # A rank and its workers have one file, so that they write one after the other.
+        asked = {rank: pids.pop(0) for rank, pids in pending.items() if pids}
+        offsets = {rank: _get_size(folders[rank].stacks) for rank in asked}
+        problems = {rank: _send_request(pid, folders[rank].stacks) for rank, pid in asked.items()}
+        _wait_for_stacks([folders[rank].stacks for rank in asked if not problems[rank]])
+        for rank, pid in asked.items():
+            answer = None if problems[rank] else _read_stacks(folders[rank], offsets[rank])
+            frames = answer.main if answer else ()
+            loop = next((i for i, frame in enumerate(frames) if _WORKER_LOOP in frame), len(frames))
+            if any(_WORKER_FETCH in frame for frame in frames[:loop]):
+                found[_get_user_frames(frames[:loop])[:_SHOWN_FRAMES]].append((rank, pid))
+            elif not answer:
+                found[(problems[rank] or _explain_silence(pid),)].append((rank, pid))
+    lines = []
+    for frames, workers in found.items():
+        names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in workers)
+        noun = "a data-loader worker" if len(workers) == 1 else "data-loader workers"
+        lines += [f"  {noun} of {names}, innermost call first:", *(f"    {frame}" for frame in frames)]
+    return lines
+
+
+def _list_loader_workers(pid: int | None) -> list[int]:
+    children = [process.pid for process in list_processes() if process.parent == pid]
+    names = {child: read_text(Path("/proc", str(child), "comm")).strip() for child in children}
+    return sorted(child for child, name in names.items() if name == _WORKER_NAME)[:_MAX_WORKERS]
+
+
+def _explain_silence(pid: int | None) -> str:
+    """Return why a process does not answer."""
+    state = _read_status(pid).get("State", "Z")[0]
+    return f"no answer: {_PROCESS_STATES.get(state, 'it is ending, or busy in C code')}"
+
+
+def _send_request(pid: int | None, stacks: Path) -> str:
+    """Send the signal to a process that writes to a file, or return the reason why it cannot be sent."""
+    status = _read_status(pid)
     if not status:
         has_proc = Path("/proc/self/status").exists()
         return "not running" if has_proc else "stacks are not available: there is no /proc"
@@ -435,7 +479,7 @@ def _send_request(folder: RankFolder) -> str:
         return (
             "stacks are not available: the process is starting or ending, or is not a Python process of accel"
         )
-    if not _has_open(status["Pid"], folder.stacks):
+    if not _has_open(status["Pid"], stacks):
         return "stacks are not available: the script has closed the file for them"
     send_signal([int(status["Pid"])], worker.STACK_SIGNAL)
     return ""
@@ -456,9 +500,9 @@ def _has_open(pid: str, file: Path) -> bool:
     return False
 
 
-def _read_status(folder: RankFolder) -> dict[str, str]:
-    """Read `/proc/PID/status` of a rank; return an empty dictionary if it has ended."""
-    lines = read_text(Path("/proc", str(read_pid(folder.pid)), "status")).splitlines()
+def _read_status(pid: int | None) -> dict[str, str]:
+    """Read `/proc/PID/status`; return an empty dictionary if the process has ended."""
+    lines = read_text(Path("/proc", str(pid), "status")).splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 

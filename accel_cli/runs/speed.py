@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
 
 from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.run_dir import format_ranks
+from accel_cli.runs.run_files import read_json
 
 __all__ = [
     "MIN_STEPS",
     "RankSpeed",
     "Throughput",
+    "describe_global_batch",
     "describe_part",
     "describe_slow_rank",
     "describe_throughput",
@@ -212,3 +216,22 @@ def _format_flops(flops: float) -> str:
         if flops >= size:
             return f"{flops / size:.3g} {unit}"
     return f"{flops:.3g} "
+
+
+def describe_global_batch(description: Path) -> str:
+    """Describe the global batch of the first prepared loader that differs from the batch in the script because of the number of ranks.
+
+    The text is empty if there is none, or if the file does not describe it.
+
+    Args:
+        description: The description of the run, as the main process writes it.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        for loader in read_json(description)["data"]["loaders"]:
+            size, parts, batch = loader["script_batch_size"], loader["parts"], loader["global_batch"]
+            if size and batch != size:
+                return (
+                    f"the global batch is {batch:,} samples: {size:,} of the script on each of {parts:,} "
+                    f"{'ranks' if loader['ranks_a_part'] == 1 else 'groups of ranks'}. The learning rate is that of the script"
+                )
+    return ""

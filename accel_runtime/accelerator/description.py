@@ -77,6 +77,8 @@ class LoaderFacts:
     """None if the dataset has no length."""
     steps: int | None
     """Steps per epoch, equal on all ranks."""
+    script_batch_size: int | None
+    """Samples in a batch of the loader that the script made; None if batches have no fixed size."""
     batch_size: int | None
     """Samples of one rank in a full step; None if batches have no fixed size."""
     parts: int
@@ -251,6 +253,7 @@ def loader_facts(loader: PreparedLoader, data_rank: DataRank, accumulation_steps
         dataset=type(loader.dataset).__name__,
         samples=len_or_none(loader.dataset),
         steps=len_or_none(loader),
+        script_batch_size=loader.source_batch_size,
         batch_size=global_batch // data_rank.world_size if global_batch else None,
         parts=data_rank.world_size,
         ranks_a_part=data_rank.model_parallel_size,

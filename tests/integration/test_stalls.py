@@ -390,3 +390,41 @@ def test_a_stall_in_gradient_averaging_has_the_locations_of_all_processes(
     error = result.stderr[result.stderr.index("accel: error:") :]
     assert message in error or "rank 1 did not come to gather at train.py:9" in error
     assert "rank 1" in error
+
+
+HANGS_IN_A_WORKER = """
+import time, torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 37:
+            self.read()
+        return torch.ones(2)
+    def read(self):
+        import os
+        from pathlib import Path
+        Path("worker").write_text(str(os.getpid()))
+        time.sleep(1000)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
+    model(batch).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_data_loader_worker_that_hangs_is_named_with_its_stack(accel, script, cwd):
+    script(HANGS_IN_A_WORKER)
+    options = ("--stall-timeout", 3, "--stall-action", "fail", "--shutdown-timeout", 1)
+    result = accel(
+        "launch", "-q", "--set", "launcher.kind=torchrun", "--nproc-per-node", 1, *options, "train.py"
+    )
+    assert result.returncode == 124, result.stderr
+    lines = result.stderr.splitlines()
+    worker = (cwd / "worker").read_text()
+    index = lines.index(f"  a data-loader worker of rank 0 (pid {worker}), innermost call first:")
+    assert 'train.py", line 14 in read' in lines[index + 1]
+    assert 'train.py", line 8 in __getitem__' in lines[index + 2]
+    assert "data-loader worker" not in "".join(lines[index + 3 :]), "the other worker waits for work"

@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.runs.beats import Totals
-from accel_cli.runs.speed import RankSpeed, Throughput, describe_slow_rank, describe_throughput
+from accel_cli.runs.speed import (
+    RankSpeed,
+    Throughput,
+    describe_global_batch,
+    describe_slow_rank,
+    describe_throughput,
+)
 
 
 def build_speed(own=0.6, *, steps=200, step_time=1.0, host="a", **changes):
@@ -103,3 +109,30 @@ def test_unknown_numbers_are_null():
 def test_the_speed_of_another_node_arrives_as_it_was_sent(own, steps, samples, host):
     speed = build_speed(own, steps=steps, samples=samples, host=host)
     assert RankSpeed.from_json(json.loads(json.dumps(speed.to_json()))) == speed
+
+
+@pytest.mark.parametrize(
+    ("loaders", "text"),
+    [
+        (
+            [(8, 16)],
+            "the global batch is 16 samples: 8 of the script on each of 2 ranks. The learning rate is that",
+        ),
+        ([(16, 16)], ""),
+        ([(None, None), (8, 16)], "the global batch is 16 samples"),
+        ([], ""),
+        (["x"], ""),
+    ],
+    ids=["multiplied", "split", "the first that is known", "none", "another file"],
+)
+def test_a_global_batch_that_is_not_that_of_the_script_is_described(tmp_path, loaders, text):
+    facts = [
+        {"script_batch_size": each[0], "global_batch": each[1], "parts": 2, "ranks_a_part": 1}
+        if each != "x"
+        else each
+        for each in loaders
+    ]
+    (tmp_path / "description").write_text(json.dumps({"data": {"loaders": facts}}))
+    description = describe_global_batch(tmp_path / "description")
+    assert description.startswith(text)
+    assert bool(description) == bool(text)

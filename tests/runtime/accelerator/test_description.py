@@ -94,6 +94,7 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "dataset": "range",
                     "samples": 10,
                     "steps": -(-10 // (2 * ranks.size)),
+                    "script_batch_size": 2,
                     "batch_size": 2,
                     "parts": ranks.size,
                     "ranks_a_part": 1,
