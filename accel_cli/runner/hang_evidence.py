@@ -120,7 +120,7 @@ def observe_ranks(
     ranks = {}
     for rank, folder in folders.items():
         pid = read_pid(folder.pid) or 0
-        pids = sessions.get(pid, [])
+        pids = sessions.get(pid, []) if pid else []
         ranks[rank] = RankObservation(
             stacks.get(rank, ()),
             bool(pid and running) and pid not in running,
