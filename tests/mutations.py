@@ -368,6 +368,18 @@ MUTATIONS = (
         ("tests/integration/test_signals.py::test_user_signals_reach_each_process_once",),
     ),
     Mutation(
+        "evidence of a hang",
+        "accel_cli.runner.hang_evidence:judge",
+        return_value("Judgement()"),
+        ("tests/cli/runner/test_stalls.py::test_a_healthy_run_is_not_ended_whatever_it_does",),
+    ),
+    Mutation(
+        "signs of ranks that wait",
+        "accel_cli.runner.hang_evidence:judge",
+        set_value("waiting", "set()"),
+        ("tests/cli/runner/test_stalls.py::test_a_hang_is_reported_once_at_its_limit",),
+    ),
+    Mutation(
         "exit code",
         "accel_cli.runner.failures:Failure.code",
         return_value("1", instead_of="exitcode"),

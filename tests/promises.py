@@ -200,6 +200,17 @@ RUNTIME = (
         "rank that ended early",
     ),
     Promise(
+        "No healthy run ended",
+        "A run that is paused, saves, computes, exports or finishes is not restarted, and a hang is.",
+        (
+            "tests/cli/runner/test_stalls.py::test_a_healthy_run_is_not_ended_whatever_it_does",
+            "tests/cli/runner/test_stalls.py::test_a_healthy_run_is_not_ended_by_pauses",
+            "tests/cli/runner/test_stalls.py::test_a_hang_is_reported_once_at_its_limit",
+            "tests/integration/test_healthy_runs.py::test_a_run_that_was_frozen_and_continued_is_not_restarted",
+        ),
+        "evidence of a hang",
+    ),
+    Promise(
         "No lost work",
         "A checkpoint is complete or absent: a process that is killed while it saves loses nothing.",
         (
