@@ -6,7 +6,8 @@ import os
 import re
 import signal
 import sys
-import time
+import threading
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from accel_cli.commands.options import IntRange, argument, option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from accel_cli.migrate.files import MigratedFile
 
@@ -30,7 +31,7 @@ __all__ = ["migrate"]
 _MAX_UNCHANGED = 5
 """The number of scripts that are listed one by one because nothing has to change in them."""
 _PROGRESS_S = 5.0
-"""The time between two lines of progress, on a terminal and in a pipe."""
+"""The seconds between two lines of progress, on a terminal and in a pipe."""
 _MANY_FILES, _CHUNK = 16, 4
 _SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
 _STEPS, _TIMEOUT_S = 10, 300
@@ -152,18 +153,34 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     for path, folder in find_files(paths):
         unique.setdefault(path.resolve(), (path, folder))
     found = list(unique.values())
-    reported = time.monotonic()
-    for number, ((path, _), result) in enumerate(zip(found, _migrate_files(found), strict=True), start=1):
-        if isinstance(result, MigratedFile):
-            files.append(result)
-        elif path in paths or "libcst" in result:
-            raise UsageError(result)
-        else:
-            problems.append(result)
-        if time.monotonic() - reported > _PROGRESS_S:
-            reported = time.monotonic()
-            console.note(f"read {number} of {_count(len(found))}")
+    with _report_progress([path for path, _ in found], lambda: len(files) + len(problems)):
+        for (path, _), result in zip(found, _migrate_files(found), strict=True):
+            if isinstance(result, MigratedFile):
+                files.append(result)
+            elif path in paths:
+                raise UsageError(result)
+            else:
+                problems.append(result)
     return files, problems
+
+
+@contextmanager
+def _report_progress(paths: list[Path], count_read: Callable[[], int]) -> Iterator[None]:
+    """Print the number of files that are read, and the next one, again and again while files are converted."""
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(_PROGRESS_S):
+            number = min(count_read(), len(paths) - 1)
+            console.note(f"read {number} of {_count(len(paths))}; converting {paths[number]}")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _migrate_files(found: list[tuple[Path, Path]]) -> Iterator[MigratedFile | str]:
@@ -188,13 +205,21 @@ def _ignore_interrupts() -> None:
 
 
 def _try_to_migrate(file: tuple[Path, Path]) -> MigratedFile | str:
-    """Return a file after its conversion, or its error."""
-    from accel_cli.migrate.files import migrate_file
+    """Return a file after its conversion, or its error: one file never ends the conversion of a folder."""
+    from accel_cli.migrate.files import MissingPackageError, migrate_file
 
     try:
         return migrate_file(*file)
+    except MissingPackageError:
+        raise
     except UsageError as error:
         return str(error)
+    except Exception as error:  # noqa: BLE001 - an error of accel, which other files may not have
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"Cannot migrate {file[0]}: accel failed with {type(error).__name__} in {Path(place.filename).name}:{place.lineno} ({error}). "
+            "Convert this file by hand, and report the error."
+        )
 
 
 def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int:

@@ -106,7 +106,8 @@ def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
 def _find_draws(conversion: Conversion, backward: cst.Call) -> list[cst.Call]:
     """Return the calls in a training loop, and in functions that it calls, that draw random samples."""
     script = conversion.script
-    regions = _list_loops(conversion, backward) or [script.function_of(backward) or script.module]
+    function = script.function_of(backward)
+    regions = _list_loops(conversion, backward) or ([function] if function is not None else [])
     found: list[cst.Call] = []
     seen: set[Any] = set()
     while regions:

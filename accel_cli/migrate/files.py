@@ -24,12 +24,16 @@ from accel_cli.migrate.marks import add_marks, find_marks
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.text import escape_controls
 
-__all__ = ["STDIN", "MigratedFile", "find_files", "migrate_file"]
+__all__ = ["STDIN", "MigratedFile", "MissingPackageError", "find_files", "migrate_file"]
 
 STDIN = Path("-")
 """The argument for a script that is read from the standard input."""
 _SHELL = {".sh", ".bash", ".slurm", ".sbatch"}
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
+
+
+class MissingPackageError(UsageError):
+    """No Python script can be converted, since a package is missing."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,7 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
 
     Raises:
         UsageError: The file is a link out of the folder, is not UTF-8, or not valid Python.
+        MissingPackageError: libcst cannot be imported.
     """
     try:
         data = sys.stdin.buffer.read() if path == STDIN else resolve_in_folder(path, folder).read_bytes()
@@ -249,7 +254,7 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
     try:
         import libcst  # noqa: PLC0415 - takes longer than the other commands
     except ImportError as error:
-        raise UsageError(
+        raise MissingPackageError(
             f"Cannot migrate Python scripts: the package libcst cannot be imported ({error}). Run: {format_install('libcst')}"
         ) from None
     from accel_cli.migrate.conversion import migrate_script  # noqa: PLC0415 - imports libcst
@@ -258,7 +263,7 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
     try:
         ast.parse(code)
         result = migrate_script(code)
-    except RecursionError:
+    except (RecursionError, MemoryError):  # MemoryError: the stack of Python's parser is full
         raise UsageError(
             f"Cannot migrate {path}: an expression is nested too deeply. Split it into several statements."
         ) from None

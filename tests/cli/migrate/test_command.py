@@ -6,21 +6,28 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest import mock
 
+import libcst
 import pytest
 from support.commands import call_accel
 
 from accel_cli.commands import migrate as command
 from accel_cli.errors import UsageError
-from accel_cli.migrate import files
+from accel_cli.migrate import conversion, files
+from accel_cli.migrate.files import migrate_file
 
 RAW = (
     "import torch\nfrom torch.utils.data import DataLoader\n\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(8, 1)\n"
     "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = DataLoader(torch.randn(32, 8), batch_size=8)\n"
     "for x in loader:\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
 )
+
+
+def raise_error(error):
+    raise error
 
 
 @pytest.fixture
@@ -80,15 +87,24 @@ def test_write_ends_with_the_size_of_the_batch_and_the_learning_rate_of_a_script
         assert ("wrote train.py" in done.stderr, text in done.stderr) == (True, False), done.stderr
 
 
-def test_the_progress_of_many_files_is_printed_also_without_a_terminal(capfd, script, monkeypatch):
-    for name in ("a.py", "b.py"):
-        script.with_name(name).write_text("x = 1\n")
+def test_the_file_that_takes_long_is_named_also_without_a_terminal(capfd, script, monkeypatch):
+    script.with_name("a.py").write_text("x = 1\n")
     assert " of " not in call_accel(capfd, "migrate", ".").stderr
-    monkeypatch.setattr(command, "_PROGRESS_S", -1.0)
-    done = call_accel(capfd, "migrate", ".")
-    assert [line for line in done.stderr.splitlines() if " of " in line] == [
-        f"accel: read {number} of 3 files" for number in range(1, 4)
-    ]
+    reported = threading.Event()
+
+    def note(text):
+        if "converting train.py" in text:
+            print(text, file=sys.stderr)
+            reported.set()
+
+    def convert_slowly(path, folder):
+        assert path.name == "a.py" or reported.wait(60)
+        return migrate_file(path, folder)
+
+    monkeypatch.setattr(command, "_PROGRESS_S", 0.01)
+    monkeypatch.setattr(command.console, "note", note)
+    monkeypatch.setattr(files, "migrate_file", convert_slowly)
+    assert "read 1 of 2 files; converting train.py" in call_accel(capfd, "migrate", ".").stderr
 
 
 def test_a_copy_is_not_replaced(capfd, script):
@@ -228,6 +244,32 @@ def test_a_file_of_a_folder_that_cannot_be_read_is_reported(capfd, script):
         done = call_accel(capfd, "migrate", ".")
     assert "Cannot read train.py: Permission denied. Check its permissions." in done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), RecursionError(), MemoryError()])
+def test_a_file_on_which_accel_fails_does_not_end_the_conversion_of_a_folder(
+    capfd, script, monkeypatch, error
+):
+    script.with_name("bad.py").write_text("loss.backward(bad)\n")
+    convert = conversion.migrate_script
+    monkeypatch.setattr(
+        conversion, "migrate_script", lambda text: raise_error(error) if "bad" in text else convert(text)
+    )
+    done = call_accel(capfd, "migrate", ".")
+    assert "Cannot migrate bad.py: " in done.stderr
+    assert "+    accelerator.backward(loss)" in done.stdout
+
+
+def test_a_line_that_libcst_cannot_read_does_not_end_the_conversion_of_a_folder(capfd, script, monkeypatch):
+    script.with_name("bad.py").write_text("loss.backward(bad)\n")
+    convert = conversion.migrate_script
+    refused = libcst.ParserSyntaxError("x", lines=("",), raw_line=1, raw_column=1)
+    monkeypatch.setattr(
+        conversion, "migrate_script", lambda text: raise_error(refused) if "bad" in text else convert(text)
+    )
+    done = call_accel(capfd, "migrate", ".")
+    assert "libcst cannot read this line" in done.stderr
+    assert "+    accelerator.backward(loss)" in done.stdout
 
 
 def test_a_pipe_is_refused(capfd, script):

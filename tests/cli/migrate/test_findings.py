@@ -118,6 +118,7 @@ FOUND = {
     "a scheduler that steps with a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "        scheduler.step()\n", None),
     "a loader of a function of another file": ("from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, "which was not found in the script"),
     "a loader of another file": (HEAD.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)\n", "") + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "Pass this DataLoader to accelerator.prepare"),
+    "a step without a loop": (HEAD + "loss = model(torch.ones(4, 8)).mean()\nloss.backward()\noptimizer.step()\n", "not read from a DataLoader"),
     "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not read from a DataLoader"),
     "a gathered batch of a fixed shape": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += out.view(8, 1, 2).sum().item()\n", "A batch is given the shape (8, 1, 2)"),
     "a gathered batch of its own shape": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += out.view(x.size(0), 1, 2).sum().item() + out.view(-1).sum().item()\n", None),
