@@ -8,9 +8,11 @@ from collections.abc import Iterable
 
 from accel_cli.migrate.findings import Finding
 
-__all__ = ["add_marks", "find_marks"]
+__all__ = ["add_marks", "find_marks", "match_lines"]
 
 _MARK = "# accel migrate: "
+_MANY_LINES = 2000
+"""The number of lines from which difflib ignores frequent ones, since its time grows with their number squared."""
 
 
 def add_marks(before: str, after: str, findings: Iterable[Finding]) -> str:
@@ -18,7 +20,7 @@ def add_marks(before: str, after: str, findings: Iterable[Finding]) -> str:
     lines = after.splitlines(keepends=True)
     starts = _map_statements(after)
     places: dict[int, list[str]] = {}
-    positions = _map_lines(before, after)
+    positions = match_lines(before, after)
     for finding in findings:
         line = starts.get(positions.get(finding.line, 1), 1)
         places.setdefault(line, []).append(" ".join(finding.text.split()))
@@ -38,16 +40,6 @@ def find_marks(text: str) -> tuple[Finding, ...]:
     )
 
 
-def _map_lines(before: str, after: str) -> dict[int, int]:
-    """Return the line of each line of a text after its change."""
-    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
-    return {
-        line + 1: min(first + line - start, max(last - 1, first)) + 1
-        for _, start, end, first, last in matcher.get_opcodes()
-        for line in range(start, end)
-    }
-
-
 def _map_statements(text: str) -> dict[int, int]:
     """Return the first line of the innermost statement of each line."""
     found: dict[int, int] = {}
@@ -57,3 +49,14 @@ def _map_statements(text: str) -> dict[int, int]:
         start = min([node.lineno, *(one.lineno for one in decorators)])
         found |= dict.fromkeys(range(start, (node.end_lineno or start) + 1), start)
     return found
+
+
+def match_lines(before: str, after: str) -> dict[int, int]:
+    """Return the line of each line of a text, counted from 1, in the text after its change."""
+    lines = before.splitlines()
+    matcher = difflib.SequenceMatcher(None, lines, after.splitlines(), autojunk=len(lines) > _MANY_LINES)
+    return {
+        line + 1: min(first + line - start, max(last - 1, first)) + 1
+        for _, start, end, first, last in matcher.get_opcodes()
+        for line in range(start, end)
+    }

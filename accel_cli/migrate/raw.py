@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,7 @@ class Conversion:
         self.home: cst.FunctionDef | None = None
         self.home_line = 0
         self._guarded: dict[cst.CSTNode, bool] = {}
+        self._exits: dict[cst.CSTNode, tuple[float, float]] = {}
         self.backwards = [call for call in script.calls if _is_backward(script, call)]
         self.training = script.find_callers(map(script.function_of, self.backwards))
         """Functions that run a backward pass, themselves or in functions that they call."""
@@ -171,14 +173,19 @@ class Conversion:
                 return True
             if isinstance(one, cst.BooleanOperation) and self._reads_rank(one.left, set()):
                 return True
-            body: list[cst.CSTNode] = (
-                list(one.body) if isinstance(one, (cst.IndentedBlock, cst.Module)) else []
-            )
-            before = body[: body.index(inner)] if inner in body else []
-            if any(isinstance(other, cst.If) and self._leaves(other) for other in before):
+            if isinstance(one, (cst.IndentedBlock, cst.Module)) and self.script.start(
+                inner
+            ) > self._find_exit(one):
                 return True
             inner = one
         return False
+
+    def _find_exit(self, block: cst.IndentedBlock | cst.Module) -> tuple[float, float]:
+        """Return where the first condition begins at which some ranks leave a block; infinity without one."""
+        if block not in self._exits:
+            leaving = (one for one in block.body if isinstance(one, cst.If) and self._leaves(one))
+            self._exits[block] = next(map(self.script.start, leaving), (math.inf, 0))
+        return self._exits[block]
 
     def _leaves(self, node: cst.If) -> bool:
         """Return whether some ranks leave a block at a condition."""

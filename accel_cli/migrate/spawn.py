@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from accel_cli.migrate.collectives import CONNECTS, SPAWN
 from accel_cli.migrate.distributed import REMOVED
 from accel_cli.migrate.edits import Edits, add_import, drop_parameters, drop_unused_imports
 from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.marks import match_lines
 from accel_cli.migrate.script import Script, Variable, get_positional, to_code
 
 __all__ = ["map_lines", "replace_spawn"]
@@ -47,10 +47,7 @@ def replace_spawn(text: str) -> str:
 
 def map_lines(findings: tuple[Finding, ...], text: str, changed: str) -> tuple[Finding, ...]:
     """Return findings in a changed text with the lines of the text before."""
-    lines: dict[int, int] = {}
-    matcher = difflib.SequenceMatcher(None, text.splitlines(), changed.splitlines(), autojunk=False)
-    for _, start, end, first, last in matcher.get_opcodes():
-        lines |= {line + 1: min(start + line - first, max(end - 1, start)) + 1 for line in range(first, last)}
+    lines = match_lines(changed, text)
     return tuple(Finding(lines.get(finding.line, finding.line), finding.text) for finding in findings)
 
 

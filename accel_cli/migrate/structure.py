@@ -260,6 +260,7 @@ class Structure:
 
     def _find_calls(self) -> None:
         self.callees: dict[cst.Call, cst.FunctionDef] = {}
+        self._calls: dict[cst.FunctionDef, list[cst.Call]] = {}
         self.constructed: dict[cst.Call, cst.ClassDef] = {}
         self.references: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         self._definitions: dict[Variable, cst.CSTNode] = {}
@@ -283,10 +284,11 @@ class Structure:
             definition = self._definitions.get(Variable(definition, "__init__"))
         if isinstance(definition, cst.FunctionDef):
             self.callees[call] = definition
+            self._calls.setdefault(definition, []).append(call)
 
     def calls_of(self, function: cst.FunctionDef) -> list[cst.Call]:
         """Return the calls of a function; those of its class for `__init__`."""
-        return [call for call, callee in self.callees.items() if callee is function]
+        return self._calls.get(function, [])
 
     def find_callers(
         self,
@@ -295,13 +297,15 @@ class Structure:
     ) -> set[cst.FunctionDef | None]:
         """Return functions and those that call them, also through others; None: the module. Callers of `leaves` are not followed."""
         found = set(functions)
-        while True:
-            callers = {
-                self.function_of(call) for call, callee in self.callees.items() if callee in found - leaves
-            }
-            if callers <= found:
-                return found
+        pending = list(found)
+        while pending:
+            function = pending.pop()
+            if function is None or function in leaves:
+                continue
+            callers = {self.function_of(call) for call in self.calls_of(function)} - found
             found |= callers
+            pending += callers
+        return found
 
     def bind(self, call: cst.Call, function: cst.FunctionDef) -> dict[str, cst.Arg]:
         """Return the arguments of a call of a function by the names of its parameters."""

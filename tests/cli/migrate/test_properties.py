@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import textwrap
+import cProfile
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from accel_cli.migrate.conversion import migrate_script
-from accel_runtime.backends import set_current_backend
 
 HEAD = """\
 import torch
@@ -41,118 +36,42 @@ EVALUATIONS = {
 }
 
 PARTS = {
-    "device": st.sampled_from(sorted(DEVICES)),
-    "scheduler": st.sampled_from(sorted(SCHEDULERS)),
-    "evaluation": st.sampled_from(sorted(EVALUATIONS)),
-    "steps": st.sampled_from([1, 2, 4]),
-    "clips": st.booleans(),
-    "is_function": st.booleans(),
+    "functions": "def f{i}(a):\n    print(a)\n    return f{j}(a) * {i}\n",
+    "conditions of ranks": "if rank == {i}:\n    y{i} = model(torch.ones(1))\nprint({i})\n",
 }
 
 
-def build(parts):
-    """Return a script of these parts."""
-    scheduler, steps = parts["scheduler"], parts["steps"]
-    choice, name = DEVICES[parts["device"]]
-    move = f".to({name})" if name else ""
-    create, advance = SCHEDULERS[scheduler]
-    step = [
-        *(["nn.utils.clip_grad_norm_(model.parameters(), 0.5)"] if parts["clips"] else []),
-        "optimizer.step()",
-        *([advance] if scheduler == "batch" else []),
-        "optimizer.zero_grad()",
-    ]
-    if steps > 1:
-        step = [f"if (i + 1) % {steps} == 0:", *(f"    {line}" for line in step)]
-    scale = f" / {steps}" if steps > 1 else ""
-    batch = [
-        *([f"x, y = x{move}, y{move}"] if move else []),
-        f"loss = nn.functional.mse_loss(model(x), y){scale}",
-        "loss.backward()",
-        *step,
-        'print("loss", loss.item())',
-    ]
-    epoch = ["for i, (x, y) in enumerate(loader):", *(f"    {line}" for line in batch)]
-    epoch += [advance] if scheduler == "epoch" else []
-    epoch += (
-        EVALUATIONS[parts["evaluation"]]
-        .replace("MOVE_X", f"x{move}")
-        .replace("MOVE_Y", f"y{move}")
-        .splitlines()
-    )
-    body = [
-        "torch.manual_seed(0)",
-        *choice.splitlines(),
-        "x = torch.randn(48, 4)",
-        "y = x.sum(dim=1, keepdim=True)",
-        "loader = DataLoader(TensorDataset(x[:32], y[:32]), batch_size=8, shuffle=True)",
-        "test_loader = DataLoader(TensorDataset(x[32:], y[32:]), batch_size=6)",
-        f"model = nn.Linear(4, 1){move}",
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)",
-        *([create] if create else []),
-        "for epoch in range(2):",
-        *(f"    {line}" for line in epoch),
-    ]
-    text = "\n".join(body) + "\n"
-    return HEAD + (
-        f"def main():\n{textwrap.indent(text, '    ')}\n\nmain()\n" if parts["is_function"] else text
-    )
+@pytest.mark.parametrize("part", PARTS)
+def test_the_work_of_a_conversion_grows_with_the_length_of_the_script(part):
+    """Counted in calls, not in seconds: quadratic work would be twice as many per line."""
+
+    def count_calls(number):
+        parts = "".join(PARTS[part].format(i=i, j=max(i - 1, 0)) for i in range(number))
+        profile = cProfile.Profile()
+        profile.runcall(migrate_script, DISTRIBUTED.replace("# parts\n", parts))
+        return sum(entry.callcount for entry in profile.getstats())
+
+    base, few, many = map(count_calls, (0, 20, 120))
+    assert (many - base) / 120 < 1.5 * (few - base) / 20
 
 
-FABRIC = {
-    "torch.manual_seed(0)": 'fabric = Fabric(accelerator="cpu", devices=1)\nfabric.launch()\nfabric.seed_everything(0)',
-    "for epoch in range(2):": "model, optimizer = fabric.setup(model, optimizer)\nloader, test_loader = fabric.setup_dataloaders(loader, test_loader)\nfor epoch in range(2):",
-    "loss.backward()": "with fabric.no_backward_sync(model, enabled=i % 2 == 0):\n    fabric.backward(loss)",
-    "nn.utils.clip_grad_norm_(model.parameters(), 0.5)": "fabric.clip_gradients(model, optimizer, max_norm=0.5)",
-    "found.extend(out.view(-1).tolist())": "found.append(fabric.all_gather(out).sum().item())",
-}
+DISTRIBUTED = """\
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-
-def use_fabric(text):
-    """Return a script that trains with Fabric, from one that `build` returns."""
-    lines = [HEAD + "from lightning_fabric import Fabric\n"]
-    for line in text.removeprefix(HEAD).splitlines():
-        code = line.strip()
-        lines += [textwrap.indent(FABRIC.get(code, code), line[: len(line) - len(code)])]
-    return "\n".join(lines) + "\n"
-
-
-def run(text):
-    output = io.StringIO()
-    set_current_backend(None)
-    with contextlib.redirect_stdout(output):
-        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - the script of a test
-    return output.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch):
-    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
-    yield
-    set_current_backend(None)
-
-
-@pytest.mark.full
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(parts=st.fixed_dictionaries(PARTS))
-def test_a_script_of_usual_parts_prints_the_same_numbers(parts):
-    text = build(parts)
-    result = migrate_script(text)
-    assert not result.findings
-    assert "accelerator.backward(loss)" in result.text
-    assert migrate_script(result.text).text == result.text
-    assert run(result.text) == run(text)
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(parts=st.fixed_dictionaries(PARTS | {"device": st.just("none")}))
-def test_a_script_for_fabric_prints_the_same_numbers(parts):
-    pytest.importorskip("lightning_fabric")
-    text = use_fabric(build(parts))
-    result = migrate_script(text)
-    assert not result.findings
-    assert "accelerator.backward(loss)" in result.text
-    assert migrate_script(result.text).text == result.text
-    assert run(result.text) == run(text)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(16, 1))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+total = 0
+# parts
+for (x,) in loader:
+    loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+"""
