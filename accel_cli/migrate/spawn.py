@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,10 @@ __all__ = ["map_lines", "replace_spawn"]
 
 _SETS_UP = {*REMOVED, "torch.distributed.barrier"}
 _ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
+_IN_GROUP = {
+    "RANK": "torch.distributed.get_rank()",
+    "WORLD_SIZE": "torch.distributed.get_world_size()",
+}
 _START_ADVICE = (
     "Call the function once without the rank, and start the script with accel launch --nproc-per-node N."
 )
@@ -37,8 +42,9 @@ def replace_spawn(text: str) -> str:
         if _sets_address(script, node):
             edits.remove(node)
     spawned = [call for call in script.calls if script.is_call_of(call, SPAWN)]
+    group = _find_group(script)
     for call in spawned:
-        _replace_call(script, edits, call)
+        _replace_call(script, edits, call, group)
     module = drop_unused_imports(text, edits.apply(script.module))
     imported = {to_code(alias) for one in script.nodes if isinstance(one, cst.Import) for alias in one.names}
     needs = [name for name in ("torch", "os") if f"{name}." in module.code and name not in imported]
@@ -93,8 +99,59 @@ def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> N
         edits.replace(call, code)
 
 
-def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
-    """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and world size are those of the group."""
+@dataclass(frozen=True)
+class _Group:
+    """The variables and attributes that `init_process_group` gets, also through parameters; None without such an argument."""
+
+    ranks: set[Variable | str] | None
+    sizes: set[Variable | str] | None
+
+    def name_rank(self, variable: Variable | None) -> str:
+        """Return the variable of the launcher for the number that `mp.spawn` passes: the rank, or that on the node."""
+        return "RANK" if variable in (self.ranks or ()) else "LOCAL_RANK"
+
+    def name_size(self, variable: Variable | None) -> str:
+        """Return the variable of the launcher for `nprocs`: the world size, or the number of processes of the node."""
+        return "WORLD_SIZE" if self.sizes is None or variable in self.sizes else "LOCAL_WORLD_SIZE"
+
+
+def _find_group(script: Script) -> _Group:
+    return _Group(_list_sources(script, "rank"), _list_sources(script, "world_size"))
+
+
+def _list_sources(script: Script, name: str) -> set[Variable | str] | None:
+    """Return the variables and attributes whose value is an argument of `init_process_group`; None without it."""
+    found: set[Variable | str] = set()
+    pending: list[Any] = [
+        arg.value
+        for call in script.calls
+        if script.is_call_of(call, "torch.distributed.init_process_group")
+        for arg in call.args
+        if arg.keyword is not None and arg.keyword.value == name
+    ]
+    if not pending:
+        return None
+    while pending:
+        value = pending.pop()
+        key = script.variable(value) or (to_code(value) if isinstance(value, cst.Attribute) else None)
+        if key is not None and key not in found:
+            found.add(key)
+            pending += script.list_values(key) if isinstance(key, Variable) else []
+    return found
+
+
+def _set_ranks(script: Script, edits: Edits, worker: cst.FunctionDef, group: _Group) -> None:
+    """Replace the ranks that a worker computes from the number of its node, which a launcher does not pass."""
+    for node in script.nodes:
+        if isinstance(node, cst.Assign) and script.function_of(node) is worker:
+            target = node.targets[0].target
+            is_rank = (script.variable(target) or to_code(target)) in (group.ranks or ())
+            if is_rank and isinstance(node.value, (cst.BinaryOperation, cst.IfExp)):
+                edits.replace(node.value, "torch.distributed.get_rank()")
+
+
+def _replace_call(script: Script, edits: Edits, call: cst.Call, group: _Group) -> None:
+    """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and sizes are those of the launcher."""
     target, count = get_positional(call, 0, "fn"), get_positional(call, 2, "nprocs")
     arguments = get_positional(call, 1, "args")
     variable = script.variable(target) if target is not None else None
@@ -113,33 +170,40 @@ def _replace_call(script: Script, edits: Edits, call: cst.Call) -> None:
         or (joins is not None and to_code(joins) != "True")
     ):
         raise UnsafeError(script.line(call), f"This use of mp.spawn is not understood. {_START_ADVICE}")
+    values = [to_code(one.value) for one in elements]
+    names = [param.name.value for param in worker.params.params] if worker is not None else []
+    parameters = [script.parameter(worker, name) for name in names] if worker is not None else []
+    size = to_code(count) if count is not None else ""
+    if worker is not None:
+        _set_ranks(script, edits, worker, group)
     if worker is None or len(script.references.get(worker, [])) != 1:
-        _call_worker(edits, call, to_code(target), [to_code(one.value) for one in elements], count)
+        known: list[Variable | None] = [*parameters] or [None] * (len(values) + 1)
+        values = [
+            _read(group.name_size(one)) if value == size else value
+            for one, value in zip(known[1:], values, strict=False)
+        ]
+        edits.replace(call, f"{to_code(target)}({', '.join([_read(group.name_rank(known[0])), *values])})")
         return
-    names = [param.name.value for param in worker.params.params]
     sizes = {
         name: index
-        for index, (name, element) in enumerate(zip(names[1:], elements, strict=False))
-        if count is not None and to_code(element.value) == to_code(count)
+        for index, (name, value) in enumerate(zip(names[1:], values, strict=False))
+        if value == size
     }
-    kept = [to_code(one.value) for index, one in enumerate(elements) if index not in sizes.values()]
-    edits.replace(call, f"{to_code(call.args[0].value)}({', '.join(kept)})")
-    code = [f"{names[0]} = torch.distributed.get_rank()"]
-    code += [f"{name} = torch.distributed.get_world_size()" for name in sizes]
+    kept = [value for index, value in enumerate(values) if index not in sizes.values()]
+    edits.replace(call, f"{to_code(target)}({', '.join(kept)})")
+    rank = "RANK" if group.ranks is None else group.name_rank(parameters[0])
+    code = [f"{names[0]} = {_IN_GROUP.get(rank) or _read(rank)}"]
+    kinds = {name: group.name_size(parameters[index + 1]) for name, index in sizes.items()}
+    code += [f"{name} = {_IN_GROUP.get(kind) or _read(kind)}" for name, kind in kinds.items()]
     edits.change(worker, partial(drop_parameters, names={names[0], *sizes}))
     position = 1 if worker.get_docstring() is not None else 0
     edits.insert_before(worker.body.body[min(position, len(worker.body.body) - 1)], *code)
     _remove_count(script, edits, call, count)
 
 
-def _call_worker(
-    edits: Edits, call: cst.Call, worker: str, arguments: list[str], count: cst.BaseExpression | None
-) -> None:
-    """Replace `mp.spawn` by a call with the local rank that the launcher sets, for a worker that is called elsewhere too."""
-    size = to_code(count) if count is not None else ""
-    world = 'int(os.environ.get("WORLD_SIZE", 1))'
-    values = ['int(os.environ.get("LOCAL_RANK", 0))', *(world if one == size else one for one in arguments)]
-    edits.replace(call, f"{worker}({', '.join(values)})")
+def _read(name: str) -> str:
+    """Return the code for a variable of the launcher, where there may be no process group yet."""
+    return f'int(os.environ.get("{name}", {int(name.endswith("SIZE"))}))'
 
 
 def _remove_count(script: Script, edits: Edits, call: cst.Call, count: cst.BaseExpression | None) -> None:

@@ -461,3 +461,25 @@ def test_an_import_that_may_fail_stays_in_a_script_for_accelerate():
         text.replace("try:\n    ", "").replace("except ImportError:\n    torch_device = None\n", "")
     )
     assert any("no module for accelerate.test_utils" in one.text for one in unguarded.findings)
+
+
+@pytest.mark.parametrize(
+    ("size", "code"),
+    [
+        ("count * args.nodes", 'count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))'),
+        ("count", "args.batch_size // accelerator.num_processes"),
+    ],
+)
+def test_the_processes_that_spawn_starts_are_those_of_a_node_unless_they_are_the_world_size(size, code):
+    train = HEAD.split("DataLoader\n\n")[1] + LOOP
+    text = (
+        "import torch\nimport torch.distributed as dist\nimport torch.multiprocessing as mp\nfrom torch import nn\n"
+        "from torch.utils.data import DataLoader\n\n"
+        "def work(gpu, count, args):\n    rank = args.node * count + gpu\n"
+        f"    dist.init_process_group('nccl', rank=rank, world_size={size})\n    size = args.batch_size // count\n"
+        + "".join(f"    {line}\n" for line in train.splitlines())
+        + "    print(rank)\n\nmp.spawn(work, nprocs=args.gpus, args=(args.gpus, args))\n"
+    )
+    changed = migrate_script(text).text
+    assert code in changed
+    assert "accelerator.print(accelerator.process_index)" in changed
