@@ -15,13 +15,17 @@ _TABLE = "See the table of unsupported names on the page Migrate from Accelerate
 
 
 def convert_accelerate(text: str) -> tuple[str, tuple[Finding, ...]]:
-    """Return a script for Accelerate after its conversion; unchanged, with findings, if it uses an unsupported name."""
+    """Return a script for Accelerate after its conversion; unchanged, with findings, if it uses an unsupported name.
+
+    An import under a condition that has no counterpart stays there, with a finding, and the rest is converted.
+    """
     script = Script(text)
     edits = Edits()
     findings: list[Finding] = []
+    kept: list[Finding] = []
     for node in script.nodes:
         if isinstance(node, cst.ImportFrom) and node.module is not None and not node.relative:
-            _convert_import_from(script, edits, node, findings)
+            kept += _convert_import_from(script, edits, node, findings)
         elif isinstance(node, cst.Import):
             _convert_import(script, edits, node, findings)
         elif isinstance(node, (cst.Attribute, cst.Name)):
@@ -31,7 +35,7 @@ def convert_accelerate(text: str) -> tuple[str, tuple[Finding, ...]]:
     findings += _find_unsupported_members(script)
     if findings:
         return text, tuple(sorted(set(findings)))
-    return edits.apply(script.module).code, ()
+    return edits.apply(script.module).code, tuple(sorted(kept))
 
 
 def _rename(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -42,22 +46,33 @@ def _is_accelerate(name: str) -> bool:
     return name == "accelerate" or name.startswith("accelerate.")
 
 
-def _convert_import_from(script: Script, edits: Edits, node: cst.ImportFrom, findings: list[Finding]) -> None:
+def _convert_import_from(
+    script: Script, edits: Edits, node: cst.ImportFrom, findings: list[Finding]
+) -> list[Finding]:
+    """Rename the module of an import; return the finding of one that stays under its condition."""
     assert node.module is not None
     module = to_code(node.module)
-    if not _is_accelerate(module):
-        return
     known = NAMES.get(module)
-    if known is None and script.is_optional(node):
-        return
+    if not _is_accelerate(module) or (known is None and script.is_optional(node)):
+        return []
+    names = [] if isinstance(node.names, cst.ImportStar) else [to_code(alias.name) for alias in node.names]
+    missing = [name for name in names if name not in (known or ()) and f"{module}.{name}" not in NAMES]
+    if (known is None or missing) and _is_guarded(script, node):
+        advice = f"accel has no counterpart of {module if known is None else missing[0]}. This import stays, and needs Accelerate where its condition holds."
+        return [Finding(script.line(node), advice)]
     if known is None:
         findings.append(Finding(script.line(node), f"accel has no module for {module}. {_TABLE}."))
-    elif not isinstance(node.names, cst.ImportStar):
-        for alias in node.names:
-            name = to_code(alias.name)
-            if name not in known and f"{module}.{name}" not in NAMES:
-                findings.append(Finding(script.line(node), f"accel has no {name}. {_TABLE}."))
+    else:
+        findings += [Finding(script.line(node), f"accel has no {name}. {_TABLE}.") for name in missing]
     edits.change(node, lambda one: one.with_changes(module=_rename(one.module)))
+    return []
+
+
+def _is_guarded(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether an import runs under a condition, other than that of the main module."""
+    return any(
+        isinstance(one, cst.If) and "__name__" not in to_code(one.test) for one in script.ancestors(node)
+    )
 
 
 def _convert_import(script: Script, edits: Edits, node: cst.Import, findings: list[Finding]) -> None:
