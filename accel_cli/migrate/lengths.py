@@ -1,17 +1,19 @@
-"""Numbers of batches that differ between one process and several."""
+"""Numbers of batches that differ between one process and several: schedules, and means over samples."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Variable, descendants, to_code
+from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
 
 __all__ = ["check_lengths"]
 
+_SAMPLES = re.compile(r"^len\([\w.]*(?:dataset|data|_set)\)$")
 _SAME_NUMBER = {"builtins.int", "builtins.max", "builtins.min", "builtins.round", "math.ceil", "math.floor"}
 """Functions whose result is a number of batches like their argument."""
 _PASSES = (
@@ -26,10 +28,16 @@ _PASSES = (
 
 
 def check_lengths(conversion: Conversion) -> None:
-    """Report numbers of batches that are wrong on several processes."""
-    for node in conversion.script.calls:
-        if to_code(node.func) == "len" and len(node.args) == 1:
+    """Report numbers of batches and samples that are wrong on several processes."""
+    script = conversion.script
+    losses = {variable for loss in conversion.losses.values() if (variable := script.variable(loss))}
+    for node in script.nodes:
+        if isinstance(node, cst.Call) and to_code(node.func) == "len" and len(node.args) == 1:
             _check_length(conversion, node)
+        elif isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
+            _check_mean(conversion, node, node.target, node.value, losses)
+        elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
+            _check_mean(conversion, node, node.left, node.right, losses)
 
 
 def _check_length(conversion: Conversion, call: cst.Call) -> None:
@@ -134,13 +142,8 @@ def _follow(conversion: Conversion, variable: Variable, seen: set[Any]) -> Itera
     if variable in seen:
         return
     seen.add(variable)
-    for node in script.nodes:
-        if (
-            isinstance(node, (cst.Name, cst.Attribute))
-            and script.variable(node) == variable
-            and not isinstance(script.parents.get(node), (cst.AssignTarget, cst.Param))
-        ):
-            yield from _list_uses(conversion, node, seen)
+    for node in script.list_reads(variable):
+        yield from _list_uses(conversion, node, seen)
 
 
 def _follow_argument(
@@ -152,3 +155,71 @@ def _follow_argument(
     for name, arg in script.bind(call, function).items():
         if arg in outer:
             yield from _follow(conversion, script.parameter(function, name), seen)
+
+
+# Means
+
+
+def _check_mean(
+    conversion: Conversion, node: cst.CSTNode, total: cst.CSTNode, count: cst.CSTNode, losses: set[Variable]
+) -> None:
+    """Report a sum of means that is divided by the number of samples."""
+    script = conversion.script
+    if (
+        _SAMPLES.search(to_code(count))
+        and (variable := script.variable(total))
+        and _adds_means(conversion, variable, losses)
+    ):
+        is_gathered = any(
+            loop in script.ancestors(one)
+            for loop in conversion.gathered
+            for one in _list_sums(script, variable)
+        )
+        conversion.finding(
+            node,
+            "The mean of each batch is added, and gathered batches are fewer. Divide by len(loader), or add the mean times the number of samples."
+            if is_gathered
+            else 'A loss is added at each step, and several processes take fewer steps. Divide by len(loader) if it is a mean; write "sum" in accelerator.reduce if it is a sum.',
+        )
+
+
+def _adds_means(conversion: Conversion, variable: Variable, losses: set[Variable]) -> bool:
+    """Return whether `loss.item()` of a mean loss is added to a variable, without a factor for the samples."""
+    script = conversion.script
+    for node in _list_sums(script, variable):
+        value: Any = node.value
+        if get_method(value) == "item" and (
+            script.variable(value.func.value) in losses or _is_mean_loss(conversion, node, value.func.value)
+        ):
+            return True
+    return False
+
+
+def _list_sums(script: Script, variable: Variable) -> list[cst.AugAssign]:
+    """Return the statements that add to a variable."""
+    return [
+        node
+        for node in script.nodes
+        if isinstance(node, cst.AugAssign)
+        and isinstance(node.operator, cst.AddAssign)
+        and script.variable(node.target) == variable
+    ]
+
+
+def _is_mean_loss(conversion: Conversion, node: cst.CSTNode, value: cst.BaseExpression) -> bool:
+    """Return whether a value of an evaluation loop whose samples are gathered is a loss of torch that is a mean."""
+    script = conversion.script
+    if not any(loop in script.ancestors(node) for loop in conversion.gathered):
+        return False
+    inner: Any = value
+    while get_method(inner) in {"sum", "mean", "detach", "cpu"}:
+        inner = inner.func.value
+    value = inner
+    if not isinstance(value, cst.Call):
+        return False
+    created = [one for _, one in script.assigned.get(script.variable(value.func) or NO_VARIABLE, [])]
+    for call in [value, *created]:
+        name = script.qualified_name(call.func) if isinstance(call, cst.Call) else ""
+        if name.startswith("torch.nn.") and name.lower().endswith(("loss", "entropy", "with_logits")):
+            return "reduction" not in to_code(call)
+    return False
