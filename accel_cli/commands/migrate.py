@@ -22,7 +22,7 @@ from accel_cli.commands.options import IntRange, argument, option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from accel_cli.migrate.files import MigratedFile
 
@@ -153,40 +153,21 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     for path, folder in find_files(paths):
         unique.setdefault(path.resolve(), (path, folder))
     found = list(unique.values())
-    with _report_progress([path for path, _ in found], lambda: len(files) + len(problems)):
-        for (path, _), result in zip(found, _migrate_files(found), strict=True):
-            if isinstance(result, MigratedFile):
-                files.append(result)
-            elif path in paths:
-                raise UsageError(result)
-            else:
-                problems.append(result)
+    for (path, _), result in zip(found, _migrate_files(found), strict=True):
+        if isinstance(result, MigratedFile):
+            files.append(result)
+        elif path in paths:
+            raise UsageError(result)
+        else:
+            problems.append(result)
     return files, problems
-
-
-@contextmanager
-def _report_progress(paths: list[Path], count_read: Callable[[], int]) -> Iterator[None]:
-    """Print the number of files that are read, and the next one, again and again while files are converted."""
-    ended = threading.Event()
-
-    def report() -> None:
-        while not ended.wait(_PROGRESS_S):
-            number = min(count_read(), len(paths) - 1)
-            console.note(f"read {number} of {_count(len(paths))}; converting {paths[number]}")
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _migrate_files(found: list[tuple[Path, Path]]) -> Iterator[MigratedFile | str]:
     """Yield each file after its conversion, or its error, in order; many files are converted by all CPUs."""
+    paths = [path for path, _ in found]
     if len(found) < _MANY_FILES:
-        yield from map(_try_to_migrate, found)
+        yield from _report_progress(paths, map(_try_to_migrate, found))
         return
     from concurrent.futures import ProcessPoolExecutor
 
@@ -194,9 +175,33 @@ def _migrate_files(found: list[tuple[Path, Path]]) -> Iterator[MigratedFile | st
 
     with ProcessPoolExecutor(count_cpus(), initializer=_ignore_interrupts) as pool:
         try:
-            yield from pool.map(_try_to_migrate, found, chunksize=_CHUNK)
+            # map starts the processes: they are forked before the thread that prints
+            results = pool.map(_try_to_migrate, found, chunksize=_CHUNK)
+            yield from _report_progress(paths, results)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _report_progress(
+    paths: list[Path], results: Iterator[MigratedFile | str]
+) -> Iterator[MigratedFile | str]:
+    """Yield results of files, and print again and again how many there are, and the file that is converted."""
+    ended = threading.Event()
+    current = 0
+
+    def report() -> None:
+        while not ended.wait(_PROGRESS_S):
+            console.note(f"read {current} of {_count(len(paths))}; converting {paths[current]}")
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        for result in results:
+            current = min(current + 1, len(paths) - 1)
+            yield result
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _ignore_interrupts() -> None:

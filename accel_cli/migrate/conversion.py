@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import libcst as cst
@@ -49,14 +50,18 @@ class Migration:
     """The library whose scripts `accel launch` runs as they are: `Accelerate`, or a Trainer; empty for others."""
 
 
-def migrate_script(text: str) -> Migration:
+def migrate_script(text: str, read_elsewhere: AbstractSet[str] = frozenset()) -> Migration:
     """Return a script after its conversion to accel.
+
+    Args:
+        text: The script.
+        read_elsewhere: Names of functions, variables and attributes that other files read, and that must stay.
 
     Raises:
         libcst.ParserSyntaxError: The text is not Python.
     """
     tree = ast.parse(text)
-    if "Trainer" in text and (trainer := find_trainer(tree)):
+    if ("Trainer" in text or "LightningModule" in text) and (trainer := find_trainer(tree)):
         return Migration(text, library=trainer)
     packages = _list_packages(tree)
     if "accelerate" in packages:
@@ -65,7 +70,7 @@ def migrate_script(text: str) -> Migration:
         return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):
         return _migrate_fabric(text, script)
-    return _migrate_raw_loop(text, tree)
+    return _migrate_raw_loop(text, tree, read_elsewhere)
 
 
 def _list_packages(tree: ast.Module) -> set[str]:
@@ -112,7 +117,7 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
     return _finish(text, conversion, add_import(module, imports), tuple(_LIGHTNING))
 
 
-def _migrate_raw_loop(text: str, tree: ast.Module) -> Migration:
+def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[str]) -> Migration:
     collectives = find_collectives(tree) if "distributed" in text else ()
     trains = ".backward(" in text
     if trains and "distributed" in text and (own := find_own_parallelism(tree)):
@@ -123,7 +128,7 @@ def _migrate_raw_loop(text: str, tree: ast.Module) -> Migration:
         return Migration(text, (error.finding,))
     if not trains:
         return Migration(text, collectives) if collectives else _check_objects(text, tree)
-    conversion = Conversion(Script(started))
+    conversion = Conversion(Script(started), read_elsewhere)
     if not conversion.backwards:
         return Migration(text, collectives)
     try:

@@ -61,7 +61,7 @@ def _drop_parameters(conversion: Conversion) -> set[Variable]:
     kept: set[Variable] = set()
     for function in script.functions:
         cls = script.class_of(function)
-        for param in function.params.params:
+        for param in (*function.params.params, *function.params.kwonly_params):
             variable = script.parameter(function, param.name.value)
             role = script.roles.get(variable)
             if role is None or role.kind != "device":
@@ -76,8 +76,18 @@ def _drop_parameters(conversion: Conversion) -> set[Variable]:
             definition = cls if cls is not None and function.name.value == "__init__" else function
             is_only_called = len(script.references.get(definition, [])) == len(calls)
             is_module = cls is not None and script.is_torch_class(cls)
+            passed = [call for call in calls if param.name.value in script.bind(call, function)]
+            if not passed and function is conversion.home:
+                conversion.note(
+                    param,
+                    f"The parameter {param.name.value} has no effect. Use accel launch --cpu to train on the CPU.",
+                )
+                continue
+            if param in function.params.kwonly_params:
+                continue
             if (
                 not calls
+                or function.name.value in conversion.read_elsewhere
                 or len(bound) != len(calls)
                 or not (function is conversion.home or conversion.can_get(function.body.body[0]))
                 or not is_only_called

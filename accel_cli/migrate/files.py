@@ -6,6 +6,7 @@ import ast
 import contextlib
 import difflib
 import errno
+import functools
 import itertools
 import os
 import re
@@ -262,7 +263,7 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
     code = text.removeprefix("\ufeff")
     try:
         ast.parse(code)
-        result = migrate_script(code)
+        result = migrate_script(code, _list_read_elsewhere(path))
     except (RecursionError, MemoryError):  # MemoryError: the stack of Python's parser is full
         raise UsageError(
             f"Cannot migrate {path}: an expression is nested too deeply. Split it into several statements."
@@ -283,3 +284,33 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
     after = result.text if result.text == code else add_marks(code, result.text, result.findings)
     findings = (*result.findings, *find_marks(code))
     return MigratedFile(path, text, mark + after, findings, result.notes, result.library, folder)
+
+
+def _list_read_elsewhere(path: Path) -> frozenset[str]:
+    """Return the names that files beside a script, and beside its folder, import from it or read as attributes."""
+    if path == STDIN:
+        return frozenset()
+    others = [one for folder in (path.parent, path.parent / "..") for one in sorted(folder.glob("*.py"))]
+    read = [
+        _list_imports(one.resolve()) for one in others if one.is_file() and one.resolve() != path.resolve()
+    ]
+    return frozenset().union(*(names for modules, names in read if path.stem in modules))
+
+
+@functools.cache
+def _list_imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the last parts of the modules that a file imports, and the names that it imports or reads as attributes."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset(), frozenset()
+    modules: set[str] = set()
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.rpartition(".")[2] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported = {alias.name for alias in node.names}
+            modules |= {(node.module or "").rpartition(".")[2], *imported}
+            names |= imported
+    return frozenset(modules), frozenset(names)

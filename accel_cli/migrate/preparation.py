@@ -24,6 +24,8 @@ class Group:
     variables: dict[Variable, str] = field(default_factory=dict)
     """The kind of each."""
     statements: list[cst.CSTNode] = field(default_factory=list)
+    condition: cst.If | None = None
+    """The condition under which they exist."""
 
 
 # Statements and blocks
@@ -169,12 +171,20 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
                 device,
                 "This setting of the device has no effect. Use accel launch --cpu to train on the CPU.",
             )
+        elif _is_read_elsewhere(conversion, device):
+            conversion.edits.replace(device.value, f"{conversion.accelerator(device)}.device")  # type: ignore[attr-defined]
         else:
             conversion.edits.remove(device)
     if statement in settings:
         body = script.module.body
         statement = body[min(body.index(settings[-1]) + 1, len(body) - 1)]
     _insert_accelerator(conversion, statement)
+
+
+def _is_read_elsewhere(conversion: Conversion, node: Any) -> bool:
+    """Return whether another file reads a variable that is assigned."""
+    targets = [target.target for target in node.targets] if isinstance(node, cst.Assign) else [node.target]
+    return any(to_code(one).rpartition(".")[2] in conversion.read_elsewhere for one in targets)
 
 
 def _list_settings(script: Script) -> list[cst.CSTNode]:
@@ -255,17 +265,50 @@ def prepare_objects(conversion: Conversion) -> None:
         loop = loops.pop()
         # Loaders that are created after a training are prepared on their own.
         is_late = script.start(statements[0]) > _find_training_start(conversion, statements[0], loop)
-        group = groups.setdefault((loop, is_late), Group())
+        condition = _find_condition(script, variable, statements)
+        test = to_code(condition.test) if condition is not None else ""
+        group = groups.setdefault((loop, is_late, test), Group(condition=condition))
         if kind != "scheduler" or _steps_each_batch(conversion, variable):
             group.variables[variable] = kind
         group.statements += statements
-    for group in groups.values():
+    for (loop, is_late, _), group in groups.items():
         kinds = set(group.variables.values())
         if not kinds:
             continue
         if kinds & {"optimizer", "scheduler"} and "model" not in kinds:
             _check_models(conversion, group)
-        _insert_prepare(conversion, group)
+        _insert_prepare(conversion, group, groups.get((loop, is_late, "")))
+
+
+def _find_condition(script: Script, variable: Variable, statements: list[cst.CSTNode]) -> cst.If | None:
+    """Return the condition under which a variable is created and read; None for one that always exists."""
+    for outer in script.ancestors(statements[0]):
+        if isinstance(outer, (cst.For, cst.While, cst.FunctionDef)):
+            return None
+        if not isinstance(outer, cst.If) or is_main_guard(outer):
+            continue
+        inside = set(descendants(outer.body))
+        reads = [node for node in script.list_reads(variable) if node not in inside]
+        is_only = all(node in inside for node, _ in script.assigned[variable])
+        if is_only and all(_is_under(script, node, to_code(outer.test)) for node in reads):
+            return outer
+    return None
+
+
+def _is_under(script: Script, node: cst.CSTNode, test: str) -> bool:
+    """Return whether a node runs under a condition, alone or with others."""
+    inner = node
+    for one in script.ancestors(node):
+        if isinstance(one, cst.If) and inner is one.body and test in _split_condition(one.test):
+            return True
+        inner = one
+    return False
+
+
+def _split_condition(test: cst.BaseExpression) -> list[str]:
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return [to_code(test), *_split_condition(test.left), *_split_condition(test.right)]
+    return [to_code(test)]
 
 
 def _check_models(conversion: Conversion, group: Group) -> None:
@@ -285,6 +328,13 @@ def _check_models(conversion: Conversion, group: Group) -> None:
 def check_creations(conversion: Conversion) -> None:
     """Raise an error for an optimizer or loader that is not assigned to a variable."""
     script = conversion.script
+    for variable, role in script.roles.items():
+        if role.kind == "mixed":
+            nodes = [node for node, _ in script.assigned.get(variable, [])] or [script.module.body[0]]
+            raise conversion.unsafe(
+                nodes[0],
+                f"{variable.name} has different meanings in different calls. Use one name for each object.",
+            )
     known = {node for nodes in conversion.creations.values() for node in nodes}
     for call in script.calls:
         kind = script.kind_of(call)
@@ -311,13 +361,15 @@ def check_creations(conversion: Conversion) -> None:
                 call,
                 f"The {kind} is not assigned to a variable of its own. Assign it, and pass it to accelerator.prepare.",
             )
-    for variable, role in script.roles.items():
-        if role.kind == "mixed":
-            nodes = [node for node, _ in script.assigned.get(variable, [])] or [script.module.body[0]]
-            raise conversion.unsafe(
-                nodes[0],
-                f"{variable.name} has different meanings in different calls. Use one name for each object.",
-            )
+    for variable in conversion.creations:
+        for node, value in script.assigned[variable]:
+            source = strip_wrappers(script, value)
+            is_loader = script.roles[variable].kind == "loader" and isinstance(source, cst.Call)
+            if is_loader and script.kind_of(source) != "loader" and variable in script.variables(source):
+                raise conversion.unsafe(
+                    node,
+                    f"{variable.name} is replaced by what {to_code(source.func)} makes of it. Give this another name.",  # type: ignore[attr-defined]
+                )
 
 
 def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:
@@ -361,9 +413,20 @@ def _parameter_roles(script: Script, function: cst.FunctionDef) -> list[Any]:
     return [role for name in names if (role := script.roles.get(script.parameter(function, name)))]
 
 
-def _insert_prepare(conversion: Conversion, group: Group) -> None:
+def _insert_prepare(conversion: Conversion, group: Group, others: Group | None) -> None:
+    """Insert the call after the last creation; for objects that may not exist, after those that do, under their condition."""
     script = conversion.script
     anchor = find_anchor(script, group.statements)
+    test = ""
+    if group.condition is not None and others is not None and others.variables:
+        after = find_anchor(script, others.statements)
+        if script.start(after) > script.start(anchor):
+            anchor, test = after, to_code(group.condition.test)
+            if any(isinstance(one, (cst.Call, cst.NamedExpr)) for one in descendants(group.condition.test)):
+                raise conversion.unsafe(
+                    group.statements[0],
+                    f"{next(iter(group.variables)).name} exists under a condition only. Create it after the other objects, or in every case.",
+                )
     _check_uses(conversion, group, anchor)
     conversion.anchors |= dict.fromkeys(group.variables, anchor)
     ordered = sorted(
@@ -380,6 +443,8 @@ def _insert_prepare(conversion: Conversion, group: Group) -> None:
         code = f"{names} = {accelerator}.prepare(\n{arguments})"
         if len(names) + indent + 30 > _LINE_LENGTH:
             code = f"(\n{arguments}) = {accelerator}.prepare(\n{arguments})"
+    if test:
+        code = f"if {test}:\n{textwrap.indent(code, '    ')}"
     conversion.edits.insert_after(anchor, code, *_list_aliases(conversion, group, anchor))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
 
@@ -37,8 +38,10 @@ _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bflo
 class Conversion:
     """State of the conversion of one script."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, read_elsewhere: AbstractSet[str] = frozenset()) -> None:
         self.script = script
+        self.read_elsewhere = read_elsewhere
+        """Names that other files read: they stay, and other files call the functions without the Accelerator."""
         self.edits = Edits()
         self.findings: list[Finding] = []
         self.notes: list[Finding] = []
@@ -307,7 +310,8 @@ class Conversion:
             return False
         function = functions[-1]
         definition = self.script.class_of(function) or function
-        if isinstance(definition, cst.ClassDef) and self.script.is_torch_class(definition):
+        is_module = isinstance(definition, cst.ClassDef) and self.script.is_torch_class(definition)
+        if is_module or definition.name.value in self.read_elsewhere:
             return False
         calls = [
             call
@@ -422,6 +426,11 @@ def _add_parameter(conversion: Conversion, definition: Any, function: cst.Functi
     calls: dict[Any, cst.Call] = {call.func: call for call in (*script.callees, *script.constructed)}
     name = definition.name.value
     references = script.references.get(definition, [])
+    if name in conversion.read_elsewhere:
+        raise conversion.unsafe(
+            definition,
+            f"{name} needs the Accelerator, and another file uses it too. Create the Accelerator in {name}, or give it a parameter for the device.",
+        )
     if not references:
         raise conversion.unsafe(
             definition, f"No call of {name} was found, and it needs the Accelerator. Add a parameter for it."

@@ -64,6 +64,12 @@ _NUMBERED = {"device", "device_id", "cuda_device", "gpu_device"}
 """Variables whose number is that of a GPU."""
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
 SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
+_ITERATORS = {
+    "builtins.iter": {"loader": "iterator"},
+    "itertools.cycle": {"loader": "iterator"},
+    "builtins.next": {"iterator": "batch"},
+}
+"""The kind of a function's result for the kind of its first argument."""
 _ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
 
 
@@ -104,6 +110,11 @@ class Script(Structure):
         self.assigned: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
         assigning = (cst.Assign, cst.AnnAssign, cst.For, cst.CompFor)
         assignments = [node for node in self.nodes if isinstance(node, assigning)]
+        for function in self.functions:
+            names = {param.name.value for param in (*function.params.params, *function.params.kwonly_params)}
+            passed = any("device" in self.bind(call, function) for call in self.calls_of(function))
+            if "device" in names and not passed:
+                self._merge(self.parameter(function, "device"), Role("device"))
         for _ in range(_ROUNDS):
             before = dict(self.roles), set(self.trained)
             self._find_definitions_of_instances()
@@ -293,7 +304,7 @@ class Script(Structure):
         name = self.qualified_name(call.func)
         if call.args and (name in WRAPPERS or name == "builtins.int" or self.is_progress_bar(call)):
             return self.role_of(call.args[0].value)
-        if name in {"builtins.iter", "builtins.next"} and len(call.args) >= 1:
+        if name in _ITERATORS and len(call.args) >= 1:
             return self._role_of_iterator(call, name)
         kind = _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call)
         if kind or self._makes_optimizer(call):
@@ -318,8 +329,7 @@ class Script(Structure):
         role = self.role_of(call.args[0].value)
         if not isinstance(role, Role):
             return None
-        kinds = {"builtins.iter": {"loader": "iterator"}, "builtins.next": {"iterator": "batch"}}
-        kind = kinds[name].get(role.kind)
+        kind = _ITERATORS[name].get(role.kind)
         return Role(kind, role.origins) if kind else None
 
     @staticmethod
@@ -353,6 +363,11 @@ class Script(Structure):
         if function in self._resolving:
             return None
         self._resolving.add(function)
+        for node in descendants(function.body):
+            role = self.role_of(node.value) if isinstance(node, cst.Yield) and node.value else None
+            if isinstance(role, Role) and role.kind == "batch" and self.function_of(node) is function:
+                self._resolving.discard(function)
+                return Role("iterator", role.origins)
         roles = (without_origins(self.role_of(value)) for value in self.returned_values(function))
         found = next((role for role in roles if role is not None), None)
         self._resolving.discard(function)
@@ -369,7 +384,7 @@ class Script(Structure):
         while isinstance(node, cst.Call) and node.args and self._iterates(node):
             node = node.args[0].value
         role = self.role_of(node)
-        return role if isinstance(role, Role) and role.kind == "loader" else None
+        return role if isinstance(role, Role) and role.kind in {"loader", "iterator"} else None
 
     def _iterates(self, call: cst.Call) -> bool:
         name = self.qualified_name(call.func).removeprefix("builtins.")
@@ -429,13 +444,18 @@ class Script(Structure):
 
     def _find_foreign(self, variable: Variable) -> set[Variable]:
         """Return the parameters without an argument that an attribute of an instance is assigned."""
-        values = [value for _, value in self.assigned.get(variable, [])]
+        values = [self._strip_moves(value) for _, value in self.assigned.get(variable, [])]
         if not isinstance(variable.scope, cst.ClassDef):
             return set()
-        return {one for value in values if self.is_foreign(value) and (one := self.variable(value))}
+        return {one for value in values if value and self.is_foreign(value) and (one := self.variable(value))}
 
     def _find_source(self, value: cst.BaseExpression) -> Variable | None:
         """Return the variable whose model an expression is, also moved or wrapped."""
+        source = self._strip_moves(value)
+        return self.variable(source) if source is not None else None
+
+    def _strip_moves(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
+        """Return the model in `model.to(device)` and in wrappers; None for the result of another call."""
         while isinstance(value, cst.Call) and self.variable(value) is None:
             if value.args and self.qualified_name(value.func) in WRAPPERS:
                 value = value.args[0].value
@@ -443,7 +463,7 @@ class Script(Structure):
                 value = value.func.value
             else:
                 return None
-        return self.variable(value)
+        return value
 
     @functools.cached_property
     def _loops_over_gradients(self) -> list[cst.For]:

@@ -241,6 +241,16 @@ class Structure:
                 return Variable(role.definition, node.attr.value)
         return None
 
+    def list_reads(self, variable: Variable) -> list[cst.CSTNode]:
+        """Return the places where a variable is read."""
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, (cst.Name, cst.Attribute))
+            and not isinstance(self.parents.get(node), (cst.AssignTarget, cst.Param))
+            and self.variable(node) == variable
+        ]
+
     def _find_variable(self, node: cst.Name) -> Variable | None:
         scope = self.scopes.get(node)
         if scope is None or node.value not in scope:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 __all__ = ["find_trainer"]
 
-_LIBRARIES = {"transformers", "trl", "sentence_transformers", "setfit"}
+_LIBRARIES = {"transformers", "trl", "sentence_transformers", "setfit", "lightning", "pytorch_lightning"}
+_SUFFIXES = ("Trainer", "LightningModule")
 
 
 def find_trainer(tree: ast.Module) -> str:
@@ -19,15 +20,23 @@ def find_trainer(tree: ast.Module) -> str:
 
 
 def _list_names(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Yield the expressions for Trainers, with their descriptions."""
+    """Yield the expressions for Trainers and LightningModules, with their descriptions."""
+    aliases = {
+        alias.asname: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.asname
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level:
             library = (node.module or "").partition(".")[0]
             for alias in node.names:
-                if library in _LIBRARIES and alias.name.endswith("Trainer"):
+                if library in _LIBRARIES and alias.name.endswith(_SUFFIXES):
                     yield alias.asname or alias.name, f"{alias.name} of {library}"
-        elif isinstance(node, ast.Attribute) and node.attr.endswith("Trainer"):
-            library = ast.unparse(node).partition(".")[0]
+        elif isinstance(node, ast.Attribute) and node.attr.endswith(_SUFFIXES):
+            root = ast.unparse(node).partition(".")[0]
+            library = aliases.get(root, root).partition(".")[0]
             if library in _LIBRARIES:
                 yield ast.unparse(node), f"{node.attr} of {library}"
 

@@ -144,7 +144,15 @@ class Own(Trainer):
         self.accelerator.backward(loss)
         return loss
 """
+LIGHTNING = """
+import pytorch_lightning as pl
+class Net(pl.LightningModule):
+    def training_step(self, batch, index):
+        loss = self(batch).mean()
+        loss.backward()
+"""
 LIBRARY_SCRIPTS = {
+    "a LightningModule": (LIGHTNING, "LightningModule of pytorch_lightning"),
     "a Trainer": (TRAINER, "SFTTrainer of trl"),
     "through the package": (
         "import transformers\ntransformers.Trainer().train()\n",
@@ -253,7 +261,7 @@ def test_a_file_on_which_accel_fails_does_not_end_the_conversion_of_a_folder(
     script.with_name("bad.py").write_text("loss.backward(bad)\n")
     convert = conversion.migrate_script
     monkeypatch.setattr(
-        conversion, "migrate_script", lambda text: raise_error(error) if "bad" in text else convert(text)
+        conversion, "migrate_script", lambda text, *_: raise_error(error) if "bad" in text else convert(text)
     )
     done = call_accel(capfd, "migrate", ".")
     assert "Cannot migrate bad.py: " in done.stderr
@@ -265,7 +273,9 @@ def test_a_line_that_libcst_cannot_read_does_not_end_the_conversion_of_a_folder(
     convert = conversion.migrate_script
     refused = libcst.ParserSyntaxError("x", lines=("",), raw_line=1, raw_column=1)
     monkeypatch.setattr(
-        conversion, "migrate_script", lambda text: raise_error(refused) if "bad" in text else convert(text)
+        conversion,
+        "migrate_script",
+        lambda text, *_: raise_error(refused) if "bad" in text else convert(text),
     )
     done = call_accel(capfd, "migrate", ".")
     assert "libcst cannot read this line" in done.stderr
@@ -468,3 +478,39 @@ def test_many_files_are_converted_as_one_by_one_and_in_their_order(capfd, script
     assert vars(call_accel(capfd, "migrate", ".")) == vars(together)
     assert together.stdout.count("+accelerator = Accelerator()") == 14
     assert "wrong.py:1: Cannot migrate the script" in together.stderr
+
+
+IMPORTED = """\
+import torch
+from torch.utils.data import DataLoader
+
+
+def move(x, device):
+    return x.to(device)
+
+
+class Trainer:
+    def __init__(self, model, data):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = model.to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loader = DataLoader(data, batch_size=2)
+
+    def run(self):
+        for x in self.loader:
+            loss = self.model(move(x, self.device)).sum()
+            loss.backward()
+            self.optimizer.step()
+"""
+"""A module whose device and function another file may use."""
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_another_file_reads_of_a_script_stays(capfd, script, is_read):
+    script.write_text(IMPORTED)
+    use = "from train import Trainer, move\nmove(1, Trainer(None, None).device)\n"
+    script.with_name("main.py").write_text(use if is_read else "from trainer import Trainer\n")
+    call_accel(capfd, "migrate", "--write", "train.py")
+    changed = script.read_text()
+    assert ("self.device = self.accelerator.device" in changed) == is_read
+    assert ("def move(x, device):" in changed) == is_read

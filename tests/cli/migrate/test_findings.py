@@ -70,7 +70,18 @@ EVALUATE = (
     + LOOP
 )
 TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
+CYCLED = (
+    "def cycle(loader):\n    while True:\n        for x in loader:\n            yield x\n\n"
+    + HEAD.partition("model")[0]
+    + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nCYCLE\n"
+    + "model"
+    + HEAD.partition("model")[2].partition("loader =")[0]
+)
+NEXT = "for i in range(4):\n    loss = model(next(it)).mean()\n    loss.backward()\n    optimizer.step()\n"
 UNSAFE = {
+    "a generator in the variable of the loader": (CYCLED.replace("CYCLE", "loader = cycle(loader)") + NEXT.replace("it)", "loader)"), "loader has different meanings"),
+    "an object of another file in the variable of the loader": ("from other import Prefetcher\n" + CYCLED.replace("CYCLE", "loader = Prefetcher(loader)") + NEXT.replace("it)", "loader)"), "loader is replaced by what Prefetcher makes of it"),
+    "an optimizer under a condition that changes": (HEAD.replace("optimizer =", "if find():\n    optimizer =") + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    if find():\n        optimizer.step()"), "optimizer exists under a condition only"),
     "a training over RPC": ("import torch.distributed.rpc as rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP, "has no counterpart in accel"),
     "an optimizer that is sharded": ("from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)\n" + LOOP, "Create its optimizer_class instead"),
     "a model that the script shards": ("from torch.distributed.fsdp import fully_shard\n" + HEAD + "fully_shard(model)\n" + LOOP, "parallel: {dp_shard: auto}"),
@@ -92,6 +103,9 @@ UNSAFE = {
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
+    "means of a test over the samples": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += nn.functional.mse_loss(out, out).item()\ntotal /= len(test.dataset)\n", "Divide by len(loader)"),
+    "sums of a test over the samples": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += nn.functional.mse_loss(out, out, reduction='sum').item()\ntotal /= len(test.dataset)\n", None),
+    "sum of means over the samples": ("total = 0\n" + HEAD + LOOP + "    total += loss.item()\nprint(total / len(loader.dataset))\n", "Divide by len(loader)"),
     "values of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "") + LOOP, "The script sets no seed"),
     "values of modules of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "list(range(32))").replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x + torch.randn(8))\nmodel = Net(8, 2)") + LOOP, None),
     "a collective with gradients": (DDP + "from torch.distributed.nn.functional import all_gather\n" + LOOP.replace("    loss.backward()", "    loss = loss + all_gather(loss)[0]\n    loss.backward()"), "torch.distributed.nn.functional.all_gather"),
@@ -158,7 +172,25 @@ FOUND = {
     "file of a path": (HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", "Every process writes this file"),
     "file": (HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", "Every process writes this file"),
 }  # fmt: skip
+MAIN_OF_COMMAND = "def main(device):\n" + "".join(
+    f"    {one}\n"
+    for one in (
+        HEAD.split("DataLoader\n\n")[1].replace(
+            'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")\n', ""
+        )
+        + LOOP
+        + "y = torch.ones(1, device=device)\n"
+    ).splitlines()
+)
+COMMAND = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
 CONVERTED = {
+    "an optimizer that exists under a condition": (HEAD.replace("optimizer =", "if use:\n    optimizer =") + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    if use and i:\n        optimizer.step()"), "optimizer = accelerator.prepare(optimizer)"),
+    "a loader that exists under a condition": (HEAD.replace("model =", "if test:\n    other = DataLoader(torch.randn(8, 8))\nmodel =") + LOOP + "if test:\n    for x in other:\n        model(x)\n", "other = accelerator.prepare(other)"),
+    "an optimizer of one of two branches": (HEAD.replace("optimizer =", "if use:\n    optimizer = torch.optim.Adam(model.parameters())\nelif other:\n    optimizer =") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a device of a command of click": ("import click\n" + COMMAND + "@click.command()\n@click.option('--device')\n" + MAIN_OF_COMMAND + "main()\n", "y = torch.ones(1, device=accelerator.device)"),
+    "a device of a command of typer": ("import typer\n" + COMMAND + MAIN_OF_COMMAND.replace("device)", "*, device: str = 'cuda:0')", 1) + "typer.run(main)\n", "y = torch.ones(1, device=accelerator.device)"),
+    "a device of a command of fire": ("import fire\n" + COMMAND + MAIN_OF_COMMAND + "fire.Fire(main)\n", "model = nn.Linear(8, 2)"),
+    "a generator over a loader": (CYCLED.replace("CYCLE", "it = cycle(loader)") + NEXT, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "a number of devices": (HEAD + "num_devices = 2\nprint(num_devices)\n" + LOOP, "accelerator.print(num_devices)"),
     "a number in a device": (HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', "0") + LOOP + "y = torch.ones(1).to(torch.device('cuda', device))\n", "y = torch.ones(1).to(accelerator.device)"),
     "a second name for the model of DDP": (DDP.replace("model = DDP(model)", "ddp_model = DDP(model)").replace("model.parameters()", "ddp_model.parameters()") + LOOP.replace("model(x", "ddp_model(x"), "ddp_model = model"),
@@ -483,3 +515,18 @@ def test_the_processes_that_spawn_starts_are_those_of_a_node_unless_they_are_the
     changed = migrate_script(text).text
     assert code in changed
     assert "accelerator.print(accelerator.process_index)" in changed
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from accelerate.test_utils.training import mocked", "from accelerate.utils import FP8RecipeKwargs"],
+)
+def test_an_import_under_a_condition_stays_and_the_rest_of_a_script_for_accelerate_is_converted(line):
+    text = f"import os\nfrom accelerate import Accelerator\nif os.environ.get('TEST') == '1':\n    {line}\na = Accelerator()\n"
+    migration = migrate_script(text)
+    assert migration.text == text.replace("from accelerate import", "from accel_runtime import")
+    assert [one.line for one in migration.findings] == [4]
+    assert (
+        migrate_script(text.replace("os.environ.get('TEST') == '1'", "__name__ == '__main__'")).text
+        != migration.text
+    )
