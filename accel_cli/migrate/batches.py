@@ -9,7 +9,7 @@ import libcst as cst
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import descendants, to_code
 
-__all__ = ["find_conditions_of_steps", "find_own_batches", "find_unseeded_draws"]
+__all__ = ["find_own_batches", "find_unseeded_draws"]
 
 _RANDOM = ("torch.rand", "torch.bernoulli", "torch.normal", "torch.multinomial", "numpy.random.", "random.")
 _GENERATORS = ("default_rng", "RandomState", "Generator", "Random")
@@ -25,13 +25,12 @@ def find_own_batches(conversion: Conversion) -> None:
         if region in seen or _reads_loader(conversion, call):
             continue
         seen.add(region)
-        conversion.own_batches.append(call)
         draws = _find_draws(conversion, call)
         conversion.draws.update(draws)
         if source := _find_unknown_loader(conversion, call):
             conversion.finding(
                 call,
-                f"The samples of this step are read from {source}, which was not found in the script. Pass this DataLoader to accelerator.prepare where it is created.",
+                f"The samples of this step are read from {source}, whose class is not known here, so every process may train on the same ones. Pass it to accelerator.prepare if it is a DataLoader; otherwise give each process its part.",
             )
         elif not draws:
             conversion.finding(
@@ -161,31 +160,6 @@ def _read_seed(conversion: Conversion) -> str:
     return codes[0] if codes else "0"
 
 
-def find_conditions_of_steps(conversion: Conversion) -> None:
-    """Report conditions that end a training on batches of the script's own, and differ between processes."""
-    script = conversion.script
-    for backward in conversion.own_batches:
-        for loop in _list_loops(conversion, backward):
-            counters = _find_counters(loop)
-            changed = {
-                to_code(one.target if isinstance(one, cst.AugAssign) else one.targets[0].target)
-                for one in descendants(loop.body)
-                if isinstance(one, (cst.Assign, cst.AugAssign)) and one.value not in conversion.reduced
-            } - counters
-            for node in descendants(loop.body):
-                if (
-                    isinstance(node, cst.If)
-                    and script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef)) is loop
-                    and any(isinstance(one, (cst.Break, cst.Return)) for one in descendants(node.body))
-                    and changed & {to_code(one) for one in descendants(node.test)}
-                ):
-                    conversion.finding(
-                        node,
-                        "This condition depends on the samples of one process, and processes that leave the loop at different steps wait for each other. "
-                        'Compute its value with accelerator.reduce(..., "mean").',
-                    )
-
-
 def _list_loops(conversion: Conversion, backward: cst.Call) -> list[Any]:
     """Return the loops that take the steps of a backward pass, also those that call its function."""
     script = conversion.script
@@ -200,17 +174,3 @@ def _list_loops(conversion: Conversion, backward: cst.Call) -> list[Any]:
             seen.add(function)
             pending += script.calls_of(function)
     return list(dict.fromkeys(found))
-
-
-def _find_counters(loop: Any) -> set[str]:
-    """Return the names that a loop only counts up by constants."""
-    sums: dict[str, bool] = {}
-    for one in descendants(loop.body):
-        if isinstance(one, cst.AugAssign):
-            name, is_constant = to_code(one.target), isinstance(one.value, cst.Integer)
-        elif isinstance(one, cst.Assign):
-            name, is_constant = to_code(one.targets[0].target), False
-        else:
-            continue
-        sums[name] = sums.get(name, True) and is_constant
-    return {name for name, is_constant in sums.items() if is_constant}

@@ -11,11 +11,7 @@ import libcst as cst
 
 from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
-from accel_cli.migrate.batches import (
-    find_conditions_of_steps,
-    find_own_batches,
-    find_unseeded_draws,
-)
+from accel_cli.migrate.batches import find_own_batches, find_unseeded_draws
 from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
@@ -183,7 +179,6 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_clipping(conversion)
     metrics.check_loaders(conversion)
     training_metrics.convert_training_metrics(conversion)
-    training_metrics.find_conditions(conversion)
     metrics.find_other_uses(conversion)
     loop.convert_accumulation(conversion)
     metrics.convert_evaluation(conversion)
@@ -192,7 +187,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     prepare_objects(conversion)
     convert_wrappers(conversion)
     output.reduce_losses(conversion)
-    find_conditions_of_steps(conversion)
+    training_metrics.find_conditions(conversion)
     find_unseeded_draws(conversion)
     convert_saving(conversion)
     output.convert_output(conversion)

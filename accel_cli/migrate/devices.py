@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ _UNMOVED = {
     "apply",
 }
 """Methods of a model that do not depend on its device."""
+_VISIBLE = re.compile(r"environ\[.CUDA_VISIBLE_DEVICES.\]$")
 _DEVICES = {"torch.set_default_tensor_type", "torch.set_default_device"}
 
 
@@ -359,7 +361,7 @@ def find_devices_left(conversion: Conversion) -> None:
             _check_device(conversion, node)
         elif isinstance(node, cst.For):
             _check_host(conversion, node)
-        elif isinstance(node, cst.SimpleString) and to_code(node)[1:-1] == "CUDA_VISIBLE_DEVICES":
+        elif isinstance(node, cst.AssignTarget) and _VISIBLE.search(to_code(node.target)):
             conversion.finding(
                 node,
                 "The visible GPUs are chosen by the script. Remove this: accel launch assigns a GPU to each process.",
@@ -369,9 +371,11 @@ def find_devices_left(conversion: Conversion) -> None:
 def _check_device(conversion: Conversion, call: cst.Call) -> None:
     """Report a move to a device that is not understood."""
     script = conversion.script
-    if script.qualified_name(call.func) in _DEVICES:
+    name = script.qualified_name(call.func)
+    if name in _DEVICES and "cpu" not in to_code(call) and ("device" in name or "cuda" in to_code(call)):
         conversion.finding(
-            call, "The default device is not converted. Remove it, and use accelerator.device."
+            call,
+            "The default device is the same for all processes. After the Accelerator is created, write torch.set_default_device(accelerator.device).",
         )
     moves = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
     values = [arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "device"]
@@ -426,14 +430,36 @@ def _check_host(conversion: Conversion, loop: cst.For) -> None:
     returns = [call for call in moves if to_code(call.func).endswith((".cpu", ".numpy"))]
     if not returns or not parts.keys() & moved:
         return
+    on_host = {
+        script.variable(target.target)
+        for node in descendants(loop.body)
+        if isinstance(node, cst.Assign) and any(one in returns for one in descendants(node.value))
+        for target in node.targets
+    } - {None}
     for variable, name in parts.items():
-        reads = [
-            one
-            for one in descendants(loop.body)
-            if isinstance(one, cst.Name) and script.variable(one) == variable
-        ]
-        if variable is not None and variable not in moved and reads:
-            conversion.finding(
-                reads[0],
-                f"A prepared loader moves {name} to the device, and the script computes with it on the CPU. Write {name}.cpu() here.",
-            )
+        if variable is None or variable in moved:
+            continue
+        for one in descendants(loop.body):
+            if (
+                isinstance(one, cst.Name)
+                and script.variable(one) == variable
+                and _meets_host(script, one, on_host)
+            ):
+                conversion.finding(
+                    one,
+                    f"A prepared loader moves {name} to the device, and the script uses it here with values on the CPU. Write {name}.cpu().",
+                )
+                break
+
+
+def _meets_host(script: Script, node: cst.Name, on_host: set[Any]) -> bool:
+    """Return whether a part of a batch is collected, converted to NumPy, or used in one expression with values on the CPU."""
+    parent = script.parents[node]
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value == "numpy"
+    outer = script.find_ancestor(node, (cst.Call, cst.Comparison, cst.BinaryOperation))
+    if outer is None:
+        return False
+    others = [one for one in descendants(outer) if one is not node]
+    is_collected = get_method(outer) in {"append", "extend"} and isinstance(parent, cst.Arg)
+    return is_collected or any(script.variable(one) in on_host or get_method(one) == "cpu" for one in others)

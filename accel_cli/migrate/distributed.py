@@ -71,11 +71,7 @@ def convert_process_group(conversion: Conversion) -> None:
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.use_distributed")
         elif name == "torch.distributed.barrier":
             if any(arg.keyword is None or arg.keyword.value == "group" for arg in call.args):
-                conversion.finding(
-                    call,
-                    "This barrier is one of a group of processes. Use accelerator.wait_for_everyone() for all.",
-                )
-                continue
+                continue  # that of a group works as it is
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.wait_for_everyone()")
         elif name in _DDP:
             _read_options(conversion, call)

@@ -292,7 +292,7 @@ class _Converter:
         kind = to_code(node.func).rpartition(".")[2] if isinstance(node, cst.Call) else ""
         if not isinstance(node, cst.Call) or not self._is_of_lightning(node.func, kind):
             return ""
-        arguments = {to_code(arg).replace(" ", "") for arg in node.args}
+        arguments = {to_code(arg).replace(" ", "").rstrip(",") for arg in node.args}
         if kind == "DDPStrategy" and not arguments - {"find_unused_parameters=True"}:
             return "ddp" + (_UNUSED if arguments else "")
         return "fsdp" if kind == "FSDPStrategy" else ""

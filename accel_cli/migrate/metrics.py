@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.script import Role, Script, Variable, descendants, get_method, list_elements, to_code
 
 __all__ = [
     "ADVICE",
@@ -88,27 +88,36 @@ def _is_known_read(script: Script, call: cst.Call, name: str) -> bool:
 
 
 def find_other_uses(conversion: Conversion) -> None:
-    """Report loaders that are read in other ways than by a loop, and leave them whole for an evaluation."""
+    """Report comprehensions and functions of other files that compute with a part of the samples; a test stays whole there."""
     script = conversion.script
+    training = conversion.find_training_loaders()
     for node in script.nodes:
-        if (
-            isinstance(node, cst.CompFor)
-            and (role := script.loader_of(node.iter))
-            and conversion.is_prepared(role.origins)
-        ):
-            conversion.finding(node.iter, f"This counts the samples of one process. {ADVICE}")
-        elif isinstance(node, cst.Call) and node not in script.callees:
-            name = script.qualified_name(node.func)
-            if not name or name.startswith(("builtins.", "torch.")) or script.is_progress_bar(node):
-                continue
+        if isinstance(node, cst.BaseComp):
+            loader = script.loader_of(node.for_in.iter)
             if (
-                any(script.kind_of(arg.value) == "loader" for arg in node.args)
-                and node not in script.constructed
+                loader
+                and conversion.is_prepared(loader.origins)
+                and any(map(script.is_model_call, descendants(node)))
             ):
+                conversion.finding(node, f"This counts the samples of one process. {ADVICE}")
+        elif isinstance(node, cst.Call) and _is_foreign(script, node):
+            roles = [role for arg in node.args if isinstance(role := script.role_of(arg.value), Role)]
+            loaders = {one for role in roles if role.kind == "loader" for one in role.origins}
+            if not loaders or not any(role.kind == "model" for role in roles):
+                continue
+            conversion.unprepared |= loaders - training
+            if loaders & training:
                 conversion.finding(
                     node,
-                    f"{to_code(node.func)} gets a loader, and is not in this script. If it counts metrics, they are those of one process. {ADVICE}",
+                    f"{to_code(node.func)} gets a prepared loader, which has the samples of one process only. {ADVICE}",
                 )
+
+
+def _is_foreign(script: Script, call: cst.Call) -> bool:
+    """Return whether a call is that of a function which is neither in the script nor one of Python or torch."""
+    name = script.qualified_name(call.func)
+    known = call in script.callees or call in script.constructed or script.is_progress_bar(call)
+    return bool(name) and not known and not name.startswith(("builtins.", "torch."))
 
 
 # Evaluation

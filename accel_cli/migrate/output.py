@@ -13,7 +13,7 @@ from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.preparation import list_blocks
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.saving import check_file
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
+from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_positional, to_code
 
 __all__ = ["convert_output", "find_places", "find_rest", "reduce_losses"]
 
@@ -30,7 +30,6 @@ _LEFT = {
     "torch.utils.data.distributed.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
     **dict.fromkeys(FABRIC, "Write Accelerator(), and its methods for those of Fabric."),
     "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
-    "get_ipython": "Remove this line: get_ipython exists in notebooks only, so the script fails here.",
 }
 
 
@@ -62,9 +61,7 @@ def convert_output(conversion: Conversion) -> None:
                 call,
                 "Every process writes this log. Use Accelerator(log_with=...), accelerator.init_trackers and accelerator.log.",
             )
-        elif any(
-            to_code(arg).replace(" ", "") in {'reduction="sum"', "reduction='sum'"} for arg in call.args
-        ):
+        elif (value := get_positional(call, -1, "reduction")) and to_code(value)[1:-1] == "sum":
             _note_sum(conversion, call)
         elif name == "logging.getLogger" and len(call.args) == 1 and conversion.home is None:
             _convert_logger(conversion, call)
@@ -187,13 +184,9 @@ def reduce_losses(conversion: Conversion) -> None:
         if conversion.is_guarded(call):
             _restore_division(conversion, call, variable)
         elif _depends_on_batch(conversion, call, losses):
-            conversion.finding(
-                call,
-                f"This loss is that of one process, under a condition that may differ between processes. {_REDUCE}",
-            )
+            continue  # the other processes may not take this branch
         else:
             _reduce_loss(conversion, call, to_code(owner), variable)
-    _find_conditions(conversion, losses)
 
 
 def _find_terms(conversion: Conversion, losses: set[Variable]) -> set[Variable]:
@@ -274,20 +267,6 @@ def _reads_batch(conversion: Conversion, test: cst.CSTNode, losses: set[Variable
     )
 
 
-def _find_conditions(conversion: Conversion, losses: set[Variable]) -> None:
-    """Report conditions in training loops after which processes may take different numbers of steps."""
-    for node in conversion.script.nodes:
-        if (
-            isinstance(node, cst.If)
-            and _reads_batch(conversion, node.test, losses)
-            and _is_in_training_loop(conversion, node)
-        ):
-            conversion.finding(
-                node,
-                f"This condition reads values of one process, and all processes must take the same steps. {_REDUCE}",
-            )
-
-
 def _reduce_loss(conversion: Conversion, call: cst.Call, loss: str, variable: Variable) -> None:
     accelerator = conversion.accelerator(call)
     node, count = _find_division(conversion, call, variable)
@@ -331,46 +310,16 @@ def _choose_quote(conversion: Conversion, node: cst.CSTNode) -> str:
 
 
 def find_places(conversion: Conversion) -> None:
-    """Report losses, files and schedulers that are not converted."""
-    region = _find_region(conversion)
+    """Report losses and files that are not converted."""
     losses = {
         variable for loss in conversion.losses.values() if (variable := conversion.script.variable(loss))
     }
     for node in conversion.script.nodes:
         if isinstance(node, cst.Call):
             check_file(conversion, node)
-            if to_code(node.func) == "get_ipython":
-                conversion.finding(node, _LEFT["get_ipython"])
-            if node in region:
-                _check_training_call(conversion, node)
         elif isinstance(node, cst.Name) and conversion.script.variable(node) in losses:
             _check_loss(conversion, node)
     _note_order(conversion)
-
-
-def _find_region(conversion: Conversion) -> set[cst.CSTNode]:
-    """Return the nodes of the innermost loops around the backward passes, and of the functions that run one."""
-    script = conversion.script
-    region: set[cst.CSTNode] = set()
-    for call in conversion.backwards:
-        region |= set(descendants(script.find_ancestor(call, (cst.For, cst.FunctionDef)) or script.module))
-    return region
-
-
-def _check_training_call(conversion: Conversion, call: cst.Call) -> None:
-    """Report schedulers that step at the end of an epoch."""
-    script = conversion.script
-    if get_method(call) != "step" or script.kind_of(call.func.value) != "scheduler":  # type: ignore[attr-defined]
-        return
-    condition = script.find_ancestor(call, (cst.If, cst.For, cst.FunctionDef))
-    if (
-        isinstance(condition, cst.If)
-        and "len(" in to_code(condition.test)
-        and "%" not in to_code(condition.test)
-    ):
-        conversion.finding(
-            call, "A prepared scheduler steps once for each process. Step it after the loop over the batches."
-        )
 
 
 def _check_loss(conversion: Conversion, node: cst.Name) -> None:

@@ -53,8 +53,6 @@ class Conversion:
         """The statement after which each object is prepared."""
         self.losses: dict[cst.Call, cst.BaseExpression] = {}
         """The loss of each backward pass."""
-        self.own_batches: list[cst.Call] = []
-        """Backward passes whose batches are not those of a loader."""
         self.draws: set[cst.Call] = set()
         """Calls that draw such batches."""
         self.reduced: set[cst.CSTNode] = set()

@@ -8,7 +8,7 @@ import libcst as cst
 
 from accel_cli.migrate.edits import set_function
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import descendants, get_method, to_code
+from accel_cli.migrate.script import descendants, get_method, get_positional, to_code
 
 __all__ = ["check_file", "convert_saving"]
 
@@ -16,6 +16,7 @@ _SAVED = 2
 """torch.save takes the object and the path."""
 _IMAGES = {"save_image", "write_png", "write_jpeg", "imsave", "imwrite"}
 """Functions of libraries for images that write a file."""
+_FOLDERS = {"os.mkdir", "os.makedirs"}
 _WRITES = {
     "savefig",
     "save_pretrained",
@@ -94,21 +95,40 @@ def check_file(conversion: Conversion, call: cst.Call) -> None:
     name = conversion.script.qualified_name(call.func)
     method = call.func.value if isinstance(call.func, cst.Name) else get_method(call)
     modes = {to_code(arg.value)[1:2] for arg in call.args[1:] if isinstance(arg.value, cst.SimpleString)}
-    downloads = any(arg.keyword and to_code(arg).replace(" ", "") == "download=True" for arg in call.args)
+    downloads = _downloads(call, name)
     if method == "open" and name != "builtins.open" and call.args:
         modes = {to_code(arg.value)[1:2] for arg in call.args[:1] if isinstance(arg.value, cst.SimpleString)}
     opens = method == "open" and bool(modes & {"w", "a", "x"})
+    if name in _FOLDERS:
+        if not any(
+            arg.keyword and arg.keyword.value == "exist_ok" for arg in call.args
+        ) and not conversion.is_guarded(call):
+            conversion.finding(
+                call,
+                f"Every process creates this folder, and fails where another one was first. Write os.makedirs({to_code(call.args[0].value)}, exist_ok=True).",
+            )
+        return
     if not (opens or downloads or method in _WRITES | _IMAGES):
         return
     if call in conversion.saved or conversion.is_guarded(call):
         return
     if method not in _IMAGES or not _guard(conversion, call):
-        advice = (
-            "Use with accelerator.main_process_first():"
+        conversion.finding(
+            call,
+            "Every process downloads these files at the same time. Move this below the creation of the Accelerator, into with accelerator.main_process_first():"
             if downloads
-            else "Guard it with if accelerator.is_main_process:"
+            else "Every process writes this file. Guard it with if accelerator.is_main_process:",
         )
-        conversion.finding(call, f"Every process writes this file. {advice}")
+
+
+def _downloads(call: cst.Call, name: str) -> bool:
+    """Return whether a call downloads a dataset, also by the position of the argument in the classes of torchvision."""
+    named = get_positional(call, -1, "download")
+    position = 5 if name.endswith(".CelebA") else 4
+    value = named or (
+        get_positional(call, position, "download") if name.startswith("torchvision.datasets.") else None
+    )
+    return value is not None and to_code(value) == "True"
 
 
 def _guard(conversion: Conversion, call: cst.Call) -> bool:

@@ -87,6 +87,8 @@ class Script(Structure):
         self.trained: set[Variable] = set()
         self._classes: dict[Variable, cst.ClassDef] = {}
         """The classes of variables that are modules of the script."""
+        self._foreign_optimizers: set[cst.Call] = set()
+        """Calls that create optimizers of other packages."""
         self._resolving: set[cst.FunctionDef] = set()
         """Functions whose result is being resolved, which may call themselves."""
         self._find_roles()
@@ -117,6 +119,7 @@ class Script(Structure):
                 self._merge(self.parameter(function, "device"), Role("device"))
         for _ in range(_ROUNDS):
             before = dict(self.roles), set(self.trained)
+            self._find_foreign_optimizers()
             self._find_definitions_of_instances()
             for node in assignments:
                 self._read_assignment(node)
@@ -127,6 +130,50 @@ class Script(Structure):
             self._find_trained()
             if before == (self.roles, self.trained):
                 break
+
+    def _find_foreign_optimizers(self) -> None:
+        """Add the calls of other packages whose results are stepped and zeroed, and get the parameters of a model."""
+        stepped = self._list_owners("step")
+        for variable in stepped & self._list_owners("zero_grad"):
+            for _, value in self.assigned.get(variable, []):
+                if (
+                    isinstance(value, cst.Call)
+                    and self._is_foreign_call(value)
+                    and self._gets_parameters(value, set())
+                ):
+                    self._foreign_optimizers.add(value)
+
+    def _list_owners(self, method: str) -> set[Variable]:
+        """Return the variables whose method is called, also of parameters, and those in `scaler.step(optimizer)`."""
+        pending: list[cst.CSTNode] = []
+        for call in self.calls:
+            if get_method(call) == method:
+                assert isinstance(call.func, cst.Attribute)
+                pending += [call.func.value, *(arg.value for arg in call.args)]
+        found: set[Variable] = set()
+        while pending:
+            variable = self.variable(pending.pop())
+            if variable is not None and variable not in found:
+                found.add(variable)
+                pending += self.list_values(variable)
+        return found
+
+    def _is_foreign_call(self, call: cst.Call) -> bool:
+        name = self.qualified_name(call.func)
+        known = call in self.callees or call in self.constructed or name in _KINDS or self._library_kind(name)
+        return bool(name) and not known and not name.startswith(("builtins.", "torch."))
+
+    def _gets_parameters(self, node: cst.CSTNode, seen: set[Variable]) -> bool:
+        """Return whether an expression reads the parameters of a model, also through variables."""
+        for one in descendants(node):
+            if get_method(one) in {"parameters", "named_parameters"}:
+                return True
+            variable = self.variable(one)
+            if variable is not None and variable not in seen:
+                seen.add(variable)
+                if any(self._gets_parameters(value, seen) for _, value in self.assigned.get(variable, [])):
+                    return True
+        return False
 
     def _find_definitions_of_instances(self) -> None:
         for call in self.calls:
@@ -306,7 +353,11 @@ class Script(Structure):
             return self.role_of(call.args[0].value)
         if name in _ITERATORS and len(call.args) >= 1:
             return self._role_of_iterator(call, name)
-        kind = _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call)
+        kind = (
+            "optimizer"
+            if call in self._foreign_optimizers
+            else _KINDS.get(name, "") or self._library_kind(name) or self._environment_kind(call)
+        )
         if kind or self._makes_optimizer(call):
             return Role(kind or "optimizer")
         if call in self.constructed:
@@ -341,6 +392,8 @@ class Script(Structure):
         last = name.rpartition(".")[2]
         if name.startswith("transformers.") and last.startswith("get_") and "schedule" in last:
             return "scheduler"
+        if name.startswith("torch_geometric.loader.") or (last.endswith("DataLoader") and "." in name):
+            return "loader"
         return "optimizer" if name.startswith("transformers.") and last == "Adafactor" else ""
 
     def _role_of_instance(self, definition: cst.ClassDef) -> Role | None:

@@ -8,7 +8,8 @@ import libcst as cst
 
 from accel_cli.migrate.metrics import ADVICE, accumulates
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Variable, descendants, get_method, to_code
+from accel_cli.migrate.script import Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.wrappers import OF_MODULES
 
 __all__ = ["convert_training_metrics", "find_conditions", "find_samples"]
 
@@ -48,7 +49,8 @@ def convert_training_metrics(conversion: Conversion) -> None:
 def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Call]) -> None:
     script = conversion.script
     samples = find_samples(conversion, loop)
-    counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples)]
+    used = _find_used(conversion, loop)
+    counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples, used)]
     if not counting:
         return
     block = _find_block(conversion, backwards[-1])
@@ -138,16 +140,36 @@ def _get_sample_kind(conversion: Conversion, value: cst.BaseExpression, samples:
     return "output" if script.variable(node) in samples else "unknown"
 
 
-def _counts(conversion: Conversion, node: Any, samples: dict[Variable, str]) -> bool:
+def _find_used(conversion: Conversion, loop: cst.For) -> set[Variable]:
+    """Return the variables from which losses and inputs of the model are computed in a loop: they are no metrics."""
+    script = conversion.script
+    pending: list[cst.CSTNode] = [*conversion.losses.values()]
+    pending += [arg for node in descendants(loop.body) if script.is_model_call(node) for arg in node.args]
+    inside = set(descendants(loop.body))
+    used: set[Variable] = set()
+    while pending:
+        new = {variable for one in descendants(pending.pop()) if (variable := script.variable(one))} - used
+        used |= new
+        pending += [value for one in new for node, value in script.assigned.get(one, []) if node in inside]
+    return used
+
+
+def _counts(conversion: Conversion, node: Any, samples: dict[Variable, str], used: set[Variable]) -> bool:
     """Return whether a node adds to a metric what is computed from samples."""
     if isinstance(node, cst.AugAssign):
         value: cst.CSTNode = node.value
+        if conversion.script.variables(node.target) & used:
+            return False
     elif get_method(node) in _ADDING and node.args:
         value = cst.Tuple([cst.Element(arg.value) for arg in node.args])
+        if conversion.script.variables(node.func) & used:
+            return False
     elif isinstance(node, cst.Assign) and accumulates(node):
         roots = {conversion.script.variable(one) for one in descendants(node.targets[0].target)}
         losses = {conversion.script.variable(loss) for loss in conversion.losses.values()}
-        if roots & (losses - {None}) or any(samples.get(one) in {"batch", "output"} for one in roots if one):
+        if roots & ((losses | used) - {None}) or any(
+            samples.get(one) in {"batch", "output"} for one in roots if one
+        ):
             return False
         value = node.value
     else:
@@ -206,59 +228,62 @@ def _list_read_names(
 
 
 def find_conditions(conversion: Conversion) -> None:
-    """Report conditions on values of a batch that leave a loop, step or save: processes may take different branches."""
+    """Report conditions on losses and outputs after which processes would take different steps."""
     script = conversion.script
-    losses = {script.variable(loss) for loss in conversion.losses.values()}
-    for loop in (node for node in script.nodes if isinstance(node, cst.For)):
-        if script.loader_of(loop.iter) is None or not set(descendants(loop.body)) & set(conversion.backwards):
-            continue
-        if loop in conversion.gathered:
-            continue
-        known = script.variables(script.batch_target(loop) or loop.target)
+    losses = {variable for loss in conversion.losses.values() if (variable := script.variable(loss))}
+    loops = {
+        loop
+        for call in conversion.backwards
+        for loop in script.ancestors(call)
+        if isinstance(loop, (cst.For, cst.While))
+    }
+    for loop in loops - conversion.gathered:
+        known = set(losses)
         for _ in range(_DEPTH):
             for node in descendants(loop.body):
-                known |= _list_derived(conversion, node, known) - losses
-        function = script.function_of(loop)
-        for node in script.nodes:
+                if isinstance(node, (cst.Assign, cst.NamedExpr)) and _reads_output(
+                    conversion, node.value, known
+                ):
+                    targets = node.targets if isinstance(node, cst.Assign) else [node]
+                    known |= {
+                        variable
+                        for target in targets
+                        for one in list_elements(target.target)
+                        if (variable := script.variable(one))
+                    }
+        for node in descendants(loop.body):
             if (
-                isinstance(node, (cst.If, cst.While))
-                and script.function_of(node) is function
-                and any(script.variable(one) in known for one in descendants(node.test))
-                and _changes_course(node)
+                isinstance(node, cst.If)
+                and _reads_output(conversion, node.test, known)
+                and _changes_steps(node)
             ):
                 conversion.finding(
                     node,
-                    "This condition depends on the batches of one process, and may differ between processes. Compute it with accelerator.reduce or accelerator.gather_for_metrics.",
+                    'This condition may differ between processes, and all must take the same steps. Compute its value with accelerator.reduce(..., "mean").',
                 )
 
 
-def _list_derived(conversion: Conversion, node: Any, known: set[Any]) -> set[Any]:
-    """Return the variables to which a statement passes a value of known variables."""
+def _reads_output(conversion: Conversion, value: cst.CSTNode, known: set[Variable]) -> bool:
+    """Return whether a value is computed from a loss or an output of the model, and is not reduced over the processes."""
+    nodes = list(descendants(value))
+    if any(node in conversion.reduced for node in nodes):
+        return False
     script = conversion.script
-    if isinstance(node, cst.Assign):
-        targets: list[cst.CSTNode] = [one.target for one in node.targets]
-        value: cst.CSTNode = node.value
-    elif isinstance(node, (cst.AugAssign, cst.NamedExpr)):
-        targets, value = [node.target], node.value
-    elif get_method(node) in _ADDING:
-        targets, value = [node.func.value], cst.Tuple([cst.Element(arg.value) for arg in node.args])
-    else:
-        return set()
-    if not any(
-        script.variable(one) in known
-        for one in descendants(value)
-        if isinstance(one, (cst.Name, cst.Attribute))
-    ):
-        return set()
-    return {variable for one in targets for part in descendants(one) if (variable := script.variable(part))}
-
-
-def _changes_course(node: cst.If | cst.While) -> bool:
-    """Return whether a condition leaves a loop, steps or saves, so that all processes must take the same branch."""
     return any(
-        isinstance(one, (cst.Break, cst.Return, cst.Continue))
+        script.variable(node) in known
+        or script.is_model_call(node)
         or (
-            isinstance(one, cst.Call) and to_code(one.func).rpartition(".")[2] in {"step", "save", "backward"}
+            bool(get_method(node))
+            and script.kind_of(node.func.value) == "model"
+            and get_method(node) not in OF_MODULES
         )
+        for node in nodes
+    )
+
+
+def _changes_steps(node: cst.If) -> bool:
+    """Return whether the body of a condition leaves a loop, skips the rest of a step, or steps."""
+    return any(
+        isinstance(one, (cst.Break, cst.Return, cst.Continue)) or get_method(one) in {"step", "backward"}
         for one in descendants(node.body)
     )

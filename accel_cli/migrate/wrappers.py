@@ -10,10 +10,10 @@ import libcst as cst
 from accel_cli.migrate.raw import Conversion, strip_wrappers
 from accel_cli.migrate.script import WRAPPERS, get_method, list_children, to_code
 
-__all__ = ["convert_wrappers"]
+__all__ = ["OF_MODULES", "convert_wrappers"]
 
-_OF_MODULES = {
-    "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "float", "forward", "get_parameter", "half", "modules",
+OF_MODULES = {
+    "apply", "bfloat16", "buffers", "children", "clone", "cpu", "cuda", "double", "eval", "float", "forward", "get_parameter", "half", "modules",
     "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "to", "train",
 }  # fmt: skip
 """Methods of each module that compute no outputs."""
@@ -56,7 +56,7 @@ def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
 def _check_loss(conversion: Conversion, call: cst.Call) -> None:
     """Report a loss that is computed by another method of the model than its forward."""
     name = get_method(call)
-    if name in _OF_MODULES or not name:
+    if name in OF_MODULES or not name:
         return
     assert isinstance(call.func, cst.Attribute)
     if conversion.script.kind_of(call.func.value) == "model":

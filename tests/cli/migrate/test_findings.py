@@ -103,6 +103,23 @@ UNSAFE = {
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
 }  # fmt: skip
 FOUND = {
+    "a loss that another one is added to": (HEAD + LOOP.replace("    loss.backward()", "    loss += model(x).abs().mean()\n    loss.backward()"), None),
+    "inputs that the loop changes": (HEAD + LOOP.replace("    loss =", "    x[0] = x[0] + 1\n    loss ="), None),
+    "a factor of the loss that the loop changes": ("k = 0.5\n" + HEAD + LOOP.replace("model(x.to(device)).mean()", "model(x.to(device)).mean() * k") + "    k = k + model(x).mean().item()\n", None),
+    "a condition of an output of a method": (HEAD + LOOP.replace("    loss.backward()", "    kl = model.measure(x).mean()\n    if kl > 1:\n        break\n    loss.backward()"), "may differ between processes"),
+    "a condition of a best value": ("best = 9\n" + HEAD + LOOP + "    if loss < best:\n        best = loss\n", None),
+    "a condition of a loss that ends the job": ("import sys\n" + HEAD + LOOP + "    if loss > 9:\n        sys.exit(1)\n", None),
+    "a condition of patience": ("patience = 9\n" + HEAD + LOOP + "    if patience == 0:\n        break\n", None),
+    "a comprehension without the model": (HEAD + LOOP + "print([x.shape for x in loader])\n", None),
+    "a test of another file": ("from engine import evaluate\n" + TEST + LOOP + "evaluate(model, test)\n", None),
+    "a function of another file that wraps a loader": ("import itertools\n" + HEAD + LOOP + "other = itertools.chain(loader, loader)\n", None),
+    "a default number format": (HEAD + "torch.set_default_tensor_type(torch.DoubleTensor)\n" + LOOP, None),
+    "visible GPUs that are read": ("import os\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'))\n" + HEAD + LOOP, None),
+    "a dataset that is downloaded": ("from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', train=True, download=True, transform=None)\n" + LOOP, "Every process downloads these files"),
+    "a dataset that is downloaded by a position": ("from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', True, None, None, True)\n" + LOOP, "Every process downloads these files"),
+    "a dataset that is not downloaded": ("from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', True, None, None, download=False)\n" + LOOP, None),
+    "a folder that each process creates": ("import os\n" + HEAD + "os.mkdir('a')\n" + LOOP, "os.makedirs('a', exist_ok=True)"),
+    "a folder that may exist": ("import os\n" + HEAD + "os.makedirs('a', exist_ok=True)\n" + LOOP, None),
     "means of a test over the samples": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += nn.functional.mse_loss(out, out).item()\ntotal /= len(test.dataset)\n", "Divide by len(loader)"),
     "sums of a test over the samples": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += nn.functional.mse_loss(out, out, reduction='sum').item()\ntotal /= len(test.dataset)\n", None),
     "sum of means over the samples": ("total = 0\n" + HEAD + LOOP + "    total += loss.item()\nprint(total / len(loader.dataset))\n", "Divide by len(loader)"),
@@ -110,7 +127,7 @@ FOUND = {
     "values of modules of a script without a seed": (HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "list(range(32))").replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x + torch.randn(8))\nmodel = Net(8, 2)") + LOOP, None),
     "a collective with gradients": (DDP + "from torch.distributed.nn.functional import all_gather\n" + LOOP.replace("    loss.backward()", "    loss = loss + all_gather(loss)[0]\n    loss.backward()"), "torch.distributed.nn.functional.all_gather"),
     "a checkpoint of torch": (DDP + "import torch.distributed.checkpoint as dcp\n" + LOOP + "dcp.save({}, checkpoint_id='a')\n", None),
-    "a part of a group that waits": (DDP + LOOP + "dist.barrier(group)\n", "of a group of processes"),
+    "a part of a group that waits": (DDP + LOOP + "dist.barrier(group)\n", None),
     "options of DDP that are computed": (DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, "DistributedDataParallelKwargs(bucket_cap_mb=...)"),
     "a hook of DDP": (DDP + "model.register_comm_hook(None, print)\n" + LOOP, "Use DistributedDataParallelKwargs(comm_hook=...)"),
     "a test on one rank": (DDP + "test = DataLoader(torch.randn(8, 8))\n" + LOOP + "if rank == 0:\n    for x in test:\n        model(x)\n", "these ranks evaluate all samples"),
@@ -125,13 +142,13 @@ FOUND = {
     "batches that a script with ranks draws": (DDP.split("loader =")[0] + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + LOOP.split("\n", 1)[1], "x.chunk(accelerator.num_processes)[accelerator.process_index]"),
     "batches that are drawn in the loop": (HEAD + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7)\nfor i in range(4):\n    x = torch.randn(4, 8)"), "set_seed(0, device_specific=True)"),
     "batches of a seed of the rank": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nfor i in range(4):\n    x = torch.randn(4, 8)"), None),
-    "a condition of drawn batches": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)\n    best = x.max()") + "    if best > 2:\n        break\n", "leave the loop at different steps"),
+    "a condition of drawn batches": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)\n    best = x.max()") + "    if best > 2:\n        break\n", None),
     "a condition of a count of steps": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nsteps = 0\nwhile True:\n    x = torch.randn(4, 8)\n    steps += 1") + "    if steps > 2:\n        break\n", None),
     "a condition of a reduced loss": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nwhile True:\n    x = torch.randn(4, 8)") + "    value = loss.item()\n    if value < 2:\n        break\n", None),
     "a scheduler that steps within a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "    scheduler.step()\n", "for _ in range(accelerator.num_processes): scheduler.step()"),
     "a scheduler that steps with a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "        scheduler.step()\n", None),
-    "a loader of a function of another file": ("from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, "which was not found in the script"),
-    "a loader of another file": (HEAD.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)\n", "") + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "Pass this DataLoader to accelerator.prepare"),
+    "a loader of a function of another file": ("from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, "whose class is not known here"),
+    "a loader of another file": (HEAD.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)\n", "") + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "whose class is not known here"),
     "a step without a loop": (HEAD + "loss = model(torch.ones(4, 8)).mean()\nloss.backward()\noptimizer.step()\n", "not read from a DataLoader"),
     "no loader": (HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), "not read from a DataLoader"),
     "a gathered batch of a fixed shape": (TEST + LOOP + "for x in test:\n    out = model(x)\n    total += out.view(8, 1, 2).sum().item()\n", "A batch is given the shape (8, 1, 2)"),
@@ -141,8 +158,8 @@ FOUND = {
     "a number of a GPU through a class": (HEAD + "class Mover:\n    def __init__(self, gpu):\n        self.gpu = gpu\n    def move(self, x):\n        return x.to(self.gpu)\ngpu = 0\nmover = Mover(gpu)\n" + LOOP.replace("x.to(device)", "mover.move(x)"), "The device self.gpu is not converted"),
     "an image of a model's output": ("from torchvision.utils import save_image\n" + HEAD + LOOP + "    save_image(model(x), 'a.png')\n", "Every process writes this file"),
     "comprehension": (HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", "samples of one process"),
-    "other module": ("from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "evaluate gets a loader"),
-    "condition": (HEAD + LOOP + "    if loss < 0.1:\n        break\n", "all processes must take the same steps"),
+    "other module": ("from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "evaluate gets a prepared loader"),
+    "condition": (HEAD + LOOP + "    if loss < 0.1:\n        break\n", "may differ between processes"),
     "writer": ("from torch.utils.tensorboard import SummaryWriter\n" + HEAD + "writer = SummaryWriter()\n" + LOOP, "accelerator.init_trackers"),
     "fields": (HEAD + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n" + LOOP + "for x in test:\n    out = model(x)\n    total += out.loss.item()\n", "The loader is not prepared"),
     "condition of a batch": (HEAD + LOOP + "    share = model(x).mean().item()\n    if share > 0.9:\n        break\n", "may differ between processes"),
@@ -161,12 +178,13 @@ FOUND = {
     "steps of a function for a scheduler": (HEAD + "steps = max(1, 3 * len(loader) // 2)\ndef decay(step):\n    return 1 - step / steps\nscheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)\n" + LOOP + "    scheduler.step()\n", None),
     "a length in a dataset": ("from torch.utils.data import Dataset\nclass Blocks(Dataset):\n    def __len__(self):\n        return len(self.data) // self.batch_size\n" .replace("from", "import torch\nfrom", 1) + HEAD + LOOP, None),
     "a split of a dataset": (HEAD + "data = [1] * 8\ntest = data[: len(data) // 4]\nhalf = data[len(data) // 2 :]\n" + LOOP, None),
-    "scheduler at the last batch": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + LOOP + "    if i == len(loader) - 1:\n        scheduler.step()\n", "Step it after the loop"),
+    "scheduler at the last batch": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + LOOP + "    if i == len(loader) - 1:\n        scheduler.step()\n", None),
     "device of a dictionary": (HEAD + "cfg = {'device': 'cuda'}\n" + LOOP.replace("to(device)", "to(cfg['device'])"), "is not converted. Use accelerator.device"),
     "number of a GPU": (HEAD + "gpu = 0\n" + LOOP.replace("to(device)", "to(gpu)"), "is not converted. Use accelerator.device"),
     "visible GPUs": ("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + HEAD + LOOP, "assigns a GPU to each process"),
-    "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "The default device is not converted"),
-    "targets on the CPU": (TEST + "for x, y in test:\n    found = model(x.to(device)).argmax(1).cpu()\n    total += (found == y).sum().item()\n", "Write y.cpu() here"),
+    "default device": (HEAD + "torch.set_default_device('cuda')\n" + LOOP, "torch.set_default_device(accelerator.device)"),
+    "targets on the CPU": (TEST + "for x, y in test:\n    found = model(x.to(device)).argmax(1).cpu()\n    total += (found == y).sum().item()\n", "Write y.cpu()"),
+    "targets that are used on the device": (TEST + "for x, y in test:\n    found = model(x.to(device)).argmax(1).cpu()\n    total += found.sum().item() + y.sum().item()\n", None),
     "a loss that a model returns": (TEST + LOOP + "for x in test:\n    out, mean = model(x)\n    total += mean.item()\n", "The model returns a loss (mean)"),
     "a division that was removed": ("total = 0\n" + HEAD + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    loss.backward()\n    total += loss.detach()\n    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()").replace("    loss.backward()\n", "    loss = loss / 4\n", 1), "no longer divided by 4 here"),
     "file of a path": (HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", "Every process writes this file"),
@@ -184,6 +202,9 @@ MAIN_OF_COMMAND = "def main(device):\n" + "".join(
 )
 COMMAND = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
 CONVERTED = {
+    "an optimizer of another package": ("from lion_pytorch import Lion\n" + HEAD.replace("torch.optim.SGD", "Lion") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "an optimizer of another package that a function steps": ("from lion_pytorch import Lion\n" + HEAD.replace("torch.optim.SGD", "Lion") + "def step(one):\n    one.step()\n    one.zero_grad()\n" + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()\n", "    step(optimizer)\n"), "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a loader of torch_geometric": ("from torch_geometric.loader import NeighborLoader\n" + HEAD.replace("= DataLoader(torch.randn(32, 8)", "= NeighborLoader([1]") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "an optimizer that exists under a condition": (HEAD.replace("optimizer =", "if use:\n    optimizer =") + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()", "    if use and i:\n        optimizer.step()"), "optimizer = accelerator.prepare(optimizer)"),
     "a loader that exists under a condition": (HEAD.replace("model =", "if test:\n    other = DataLoader(torch.randn(8, 8))\nmodel =") + LOOP + "if test:\n    for x in other:\n        model(x)\n", "other = accelerator.prepare(other)"),
     "an optimizer of one of two branches": (HEAD.replace("optimizer =", "if use:\n    optimizer = torch.optim.Adam(model.parameters())\nelif other:\n    optimizer =") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
@@ -426,7 +447,7 @@ def test_another_use_of_spawn_stays(call):
 @pytest.mark.parametrize(
     ("code", "note"),
     [
-        ("nn.functional.mse_loss(out, x, reduction='sum')", "this loss is a sum"),
+        ("nn.functional.mse_loss(out, x, reduction='sum', weight=None)", "this loss is a sum"),
         ("(out + torch.randn_like(out)).mean()", "these random numbers are equal"),
     ],
 )
@@ -451,17 +472,13 @@ def test_a_print_in_a_function_without_the_accelerator_has_a_note():
     assert [(one.line, "Every process prints this" in one.text) for one in result.notes] == [(line, True)]
 
 
-def test_the_lines_of_a_notebook_stay_in_order_and_are_findings():
+def test_the_lines_of_a_notebook_stay_in_order():
     magic = "get_ipython().run_line_magic('matplotlib', 'inline')\n"
-    text = f"{magic}get_ipython().system('pip install torch')\n{HEAD}{LOOP}"
-    result = migrate_script(text)
-    assert [one.line for one in result.findings] == [1, 2]
-    assert "Remove this line: get_ipython exists in notebooks only" in result.findings[0].text
+    result = migrate_script(f"{magic}get_ipython().system('pip install torch')\n{HEAD}{LOOP}")
     head = HEAD.partition("\n\n")[0]
     assert (
         f"{magic}get_ipython().system('pip install torch')\n{head}\nfrom accel_runtime import" in result.text
     )
-    assert [one.line for one in migrate_script(result.text).findings] == [1, 2]
 
 
 def test_a_blank_line_before_a_removed_statement_stays():
