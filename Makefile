@@ -111,7 +111,7 @@ $(DEMO_READY): pyproject.toml constraints.txt
 	@touch $@
 
 $(READY): $(DEMO_READY)
-	@echo 'Adding the packages of tests and checks to $(VENV): about 160 packages, 1.2 GB on disk'
+	@echo 'Adding the packages of tests and checks to $(VENV): about 160 packages, 1.5 GB on disk'
 	@$(BIN)/python $(INSTALL) --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,8 @@ def collectives(accelerator: Accelerator) -> str:
     """Check the values of gathered and reduced nested tensors."""
     rank, world = accelerator.process_index, accelerator.num_processes
     local = torch.full((2, 3), float(rank), device=accelerator.device)
-    gathered = accelerator.gather({"x": local, "y": [local[0]]})
+    data: dict[str, Any] = {"x": local, "y": [local[0]]}
+    gathered = accelerator.gather(data)
     if world > 1:
         expected = torch.arange(world, device=accelerator.device).repeat_interleave(2).float()
         _require(torch.equal(gathered["x"][:, 0], expected), "gather returned other values than were sent")

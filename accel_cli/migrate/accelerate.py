@@ -11,6 +11,7 @@ from accel_cli.migrate.script import Script, to_code
 
 __all__ = ["convert_accelerate"]
 
+_PROPERTIES = {"is_main_process", "is_local_main_process", "is_last_process"}
 _TABLE = "See the table of unsupported names on the page Migrate from Accelerate"
 
 
@@ -30,8 +31,8 @@ def convert_accelerate(text: str) -> tuple[str, tuple[Finding, ...]]:
             _convert_import(script, edits, node, findings)
         elif isinstance(node, (cst.Attribute, cst.Name)):
             _convert_reference(script, edits, node, findings)
-        elif isinstance(node, cst.Comparison):
-            _convert_comparison(edits, node)
+        elif isinstance(node, cst.Call):
+            _convert_call(edits, node)
     findings += _find_unsupported_members(script)
     if findings:
         return text, tuple(sorted(set(findings)))
@@ -108,14 +109,10 @@ def _is_in_import(script: Script, node: cst.CSTNode) -> bool:
     return script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is not None
 
 
-def _convert_comparison(edits: Edits, node: cst.Comparison) -> None:
-    """Replace `accelerator.is_main_process is True`, whose value is not the object True in accel."""
-    if len(node.comparisons) == 1 and isinstance(node.comparisons[0].operator, cst.Is):
-        value = to_code(node.comparisons[0].comparator)
-        if value == "True" and to_code(node.left).endswith(
-            ("is_main_process", "is_local_main_process", "is_last_process")
-        ):
-            edits.change(node, lambda one: one.left)
+def _convert_call(edits: Edits, node: cst.Call) -> None:
+    """Replace `accelerator.is_main_process()`, a method in the first releases of Accelerate, by the property."""
+    if isinstance(node.func, cst.Attribute) and not node.args and node.func.attr.value in _PROPERTIES:
+        edits.change(node, lambda one: one.func)
 
 
 def _find_unsupported_members(script: Script) -> list[Finding]:

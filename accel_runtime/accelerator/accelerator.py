@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
@@ -76,6 +77,16 @@ __all__ = ["Accelerator", "DetachedAccelerator"]
 
 _LOG = logging.getLogger("accel_runtime.environment")
 _OPTIONS_LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.options"))
+
+_T1 = TypeVar("_T1")
+_T2 = TypeVar("_T2")
+_T3 = TypeVar("_T3")
+_T4 = TypeVar("_T4")
+_T5 = TypeVar("_T5")
+_Data = TypeVar("_Data")
+_Model = TypeVar("_Model", bound=nn.Module)
+_Model2 = TypeVar("_Model2", bound=nn.Module)
+_Placement = Sequence[bool | None] | None
 
 
 @check_keywords_of_methods
@@ -201,6 +212,53 @@ class Accelerator(ProcessMethods):
 
     # Preparation -------------------------------------------------------------------------
 
+    # One line for each order of arguments that scripts have: docs/design/types.md.
+    # fmt: off
+    @overload
+    def prepare(self, a: _Model, /, *, device_placement: _Placement = ...) -> _Model: ...
+    @overload
+    def prepare(self, a: Optimizer, /, *, device_placement: _Placement = ...) -> PreparedOptimizer: ...
+    @overload
+    def prepare(self, a: DataLoader[_Data], /, *, device_placement: _Placement = ...) -> PreparedLoader[_Data]: ...
+    @overload
+    def prepare(self, a: LRScheduler, /, *, device_placement: _Placement = ...) -> PreparedScheduler: ...
+    @overload
+    def prepare(self, a: _T1, /, *, device_placement: _Placement = ...) -> _T1: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer]: ...
+    @overload
+    def prepare(self, a: _T1, b: DataLoader[_Data], /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedLoader[_Data]]: ...
+    @overload
+    def prepare(self, a: _T1, b: _T2, /, *, device_placement: _Placement = ...) -> tuple[_T1, _T2]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: DataLoader[_Data], /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, PreparedLoader[_Data]]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: _T3, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, _T3]: ...
+    @overload
+    def prepare(self, a: _T1, b: _T2, c: _T3, /, *, device_placement: _Placement = ...) -> tuple[_T1, _T2, _T3]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: DataLoader[_Data], d: _T4, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, PreparedLoader[_Data], _T4]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: LRScheduler, d: DataLoader[_Data], /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, PreparedScheduler, PreparedLoader[_Data]]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: _T3, d: _T4, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, _T3, _T4]: ...
+    @overload
+    def prepare(self, a: _Model, b: _Model2, c: Optimizer, d: Optimizer, /, *, device_placement: _Placement = ...) -> tuple[_Model, _Model2, PreparedOptimizer, PreparedOptimizer]: ...
+    @overload
+    def prepare(self, a: _T1, b: _T2, c: _T3, d: _T4, /, *, device_placement: _Placement = ...) -> tuple[_T1, _T2, _T3, _T4]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: DataLoader[_Data], d: _T4, e: _T5, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, PreparedLoader[_Data], _T4, _T5]: ...
+    @overload
+    def prepare(self, a: _T1, b: Optimizer, c: _T3, d: _T4, e: _T5, /, *, device_placement: _Placement = ...) -> tuple[_T1, PreparedOptimizer, _T3, _T4, _T5]: ...
+    @overload
+    def prepare(self, a: _Model, b: _Model2, c: Optimizer, d: Optimizer, e: DataLoader[_Data], /, *, device_placement: _Placement = ...) -> tuple[_Model, _Model2, PreparedOptimizer, PreparedOptimizer, PreparedLoader[_Data]]: ...
+    @overload
+    def prepare(self, a: _Model, b: _Model2, c: Optimizer, d: DataLoader[_Data], e: _T5, /, *, device_placement: _Placement = ...) -> tuple[_Model, _Model2, PreparedOptimizer, PreparedLoader[_Data], _T5]: ...
+    @overload
+    def prepare(self, a: _T1, b: _T2, c: _T3, d: _T4, e: _T5, /, *, device_placement: _Placement = ...) -> tuple[_T1, _T2, _T3, _T4, _T5]: ...
+    @overload
+    def prepare(self, *objects: Any, device_placement: _Placement = ...) -> Any: ...
+    # fmt: on
     @collective("objects", "device_placement")
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers for the devices, precision and processes of the run.
@@ -224,8 +282,8 @@ class Accelerator(ProcessMethods):
         return self._preparation.prepare(objects, device_placement)
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+        self, model: _Model, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> _Model:
         """Move a model to the device, wrap its forward pass in autocast, and average its gradients over the processes.
 
         Args:
@@ -240,7 +298,7 @@ class Accelerator(ProcessMethods):
         return self._preparation.prepare_model(model, device_placement, is_trained=not evaluation_mode)
 
     def prepare_optimizer(
-        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+        self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
         """Wrap an optimizer so that it steps at the end of accumulation cycles and uses the loss scaler.
 
@@ -256,11 +314,11 @@ class Accelerator(ProcessMethods):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[_Data],
         device_placement: bool | None = None,
         *,
         data: Literal["global", "sharded"] = "global",
-    ) -> PreparedLoader:
+    ) -> PreparedLoader[_Data]:
         """Shard a loader: each process gets its slice of every global batch.
 
         Args:
@@ -275,7 +333,7 @@ class Accelerator(ProcessMethods):
         """
         return self._preparation.prepare_data_loader(data_loader, device_placement, data)
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    def skip_first_batches(self, dataloader: DataLoader[_Data], num_batches: int = 0) -> DataLoader[_Data]:
         """Return a loader that skips the first batches of every epoch; see `accel_runtime.skip_first_batches`.
 
         Args:
@@ -403,9 +461,7 @@ class Accelerator(ProcessMethods):
         """
         self._run.gradients.clip_value(parameters, clip_value)
 
-    def unscale_gradients(
-        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by the fp16 loss scale at the end of an accumulation cycle.
 
         Args:
@@ -467,24 +523,24 @@ class Accelerator(ProcessMethods):
 
     # Collectives -------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: _T1) -> _T1:
         """Return the tensors of all processes, concatenated along the first dimension; see `tensors.gather`."""
         return tensors.gather(tensor, self._run.backend)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: _T1, reduction: Reduction = "sum", scale: float = 1.0) -> _T1:
         """Return the tensors of all processes, combined element by element; see `tensors.reduce`."""
         return tensors.reduce(tensor, reduction, self._run.backend, scale)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
+        self, tensor: _T1, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> _T1:
         """Pad tensors to the largest length of all processes; see `tensors.pad_across_processes`."""
         return tensors.pad_across_processes(tensor, self._run.backend, dim, pad_index, pad_first)
 
     @collective("input_data", "batch")
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, *, batch: Any = None
-    ) -> Any:
+        self, input_data: _T1, use_gather_object: bool = False, *, batch: Any = None
+    ) -> _T1:
         """Gather the results of the current step without padding: every sample once, in the order of the dataset.
 
         Args:
@@ -497,7 +553,10 @@ class Accelerator(ProcessMethods):
             MismatchError: If the data of the processes differ in structure, dtype or trailing shape.
         """
         steps = self._run.loops.find_steps(input_data, batch)
-        return metrics.gather_samples(input_data, steps, self._run.backend, as_objects=use_gather_object)
+        samples: _T1 = metrics.gather_samples(
+            input_data, steps, self._run.backend, as_objects=use_gather_object
+        )
+        return samples
 
     # Checkpoints -------------------------------------------------------------------------
 
@@ -639,8 +698,8 @@ class Accelerator(ProcessMethods):
     # Export ------------------------------------------------------------------------------
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: _Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> _Model:
         """Return the module of the script, with its original parameter names.
 
         `DataParallel` and `DistributedDataParallel` wrappers that the script added are removed, too.
@@ -678,7 +737,7 @@ class Accelerator(ProcessMethods):
         return self._exports.get_state_dict(model, unwrap, everywhere=everywhere)
 
     @collective("model")
-    def gathered(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+    def gathered(self, model: _Model) -> AbstractContextManager[_Model]:
         """Gather the parameters of a sharded model on every process inside the context, for generation or export.
 
         Parameters are plain full tensors in the dtype of the computation. A forward pass needs no communication, so each
@@ -1059,7 +1118,7 @@ class Accelerator(ProcessMethods):
     def should_save_model(self) -> bool:
         """Return whether this process writes models: the main process; with `save_on_each_node` the first of each node."""
         each = self.project_configuration.save_on_each_node
-        return bool(self.is_local_main_process if each else self.is_main_process)
+        return self.is_local_main_process if each else self.is_main_process
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

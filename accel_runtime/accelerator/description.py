@@ -246,7 +246,7 @@ def model_facts(
     )
 
 
-def loader_facts(loader: PreparedLoader, data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
+def loader_facts(loader: PreparedLoader[Any], data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
     """Describe a prepared loader."""
     global_batch = loader.total_batch_size if loader.source_batch_size is not None else None
     return LoaderFacts(

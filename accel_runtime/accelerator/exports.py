@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +31,8 @@ from accel_runtime.training.compile import unwrap
 
 __all__ = ["Exports"]
 
+_Model = TypeVar("_Model", bound=nn.Module)
+
 
 class Exports:
     """Export and load the models of a run; see the methods of `Accelerator` with these names.
@@ -43,15 +45,16 @@ class Exports:
         self._run = run
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+        self, model: _Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> _Model:
         """Return the module of the script."""
-        return unwrap(
+        module = unwrap(
             model,
             self._run.strategy.unwrap_model,
             keep_autocast=keep_fp32_wrapper,
             keep_compiled=keep_torch_compile,
         )
+        return cast("_Model", module)
 
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, *, everywhere: bool = False
@@ -71,13 +74,13 @@ class Exports:
         state: dict[str, Any] = module.state_dict()
         return state
 
-    def gathered(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+    def gathered(self, model: _Model) -> AbstractContextManager[_Model]:
         """Gather the parameters of a sharded model on every process inside the context; collective."""
         optimizers = [prepared.optimizer for prepared in self._run.prepared.optimizers]
         module = self.unwrap_model(model)
         if self._run.strategy.is_sharded(module):
             self._run.backend.handshake.exchange(call_at_site("gathered", anywhere=True))
-        return self._run.strategy.gathered(module, optimizers)
+        return cast("AbstractContextManager[_Model]", self._run.strategy.gathered(module, optimizers))
 
     def save_model(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,11 @@ __all__ = [
     "send_to_device",
 ]
 
+_T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=nn.Module)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 
 def is_torch_tensor(tensor: object) -> bool:
     """Return whether an object is a tensor."""
@@ -44,11 +49,11 @@ def is_torch_tensor(tensor: object) -> bool:
 
 
 def send_to_device(
-    tensor: Any,
+    tensor: _T,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
-) -> Any:
+) -> _T:
     """Move the tensors of nested data, and other objects with a `to` method, to a device.
 
     Args:
@@ -67,10 +72,11 @@ def send_to_device(
             return nested.rebuild(data, [send(item) for item in data])
         return nested.send_to(data, target, non_blocking=non_blocking)
 
-    return send(tensor) if skipped else nested.send_to(tensor, target, non_blocking=non_blocking)
+    sent = send(tensor) if skipped else nested.send_to(tensor, target, non_blocking=non_blocking)
+    return cast("_T", sent)
 
 
-def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+def concatenate(data: Sequence[_T], dim: int = 0) -> _T:
     """Concatenate the tensors of batches with the same nesting.
 
     Args:
@@ -83,12 +89,16 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """
     if not data:
         raise ValueError("concatenate() needs at least one batch: data is empty.")
+    return cast("_T", _concatenate(data, dim))
+
+
+def _concatenate(data: Sequence[Any], dim: int) -> Any:
     first = data[0]
     if isinstance(first, Mapping):
         keys = first.keys()  # iterating over a TensorDict yields rows
-        return nested.rebuild(first, {k: concatenate([batch[k] for batch in data], dim) for k in keys})
+        return nested.rebuild(first, {k: _concatenate([batch[k] for batch in data], dim) for k in keys})
     if isinstance(first, (list, tuple)):
-        return nested.rebuild(first, [concatenate(items, dim) for items in zip(*data, strict=True)])
+        return nested.rebuild(first, [_concatenate(items, dim) for items in zip(*data, strict=True)])
     if not isinstance(first, torch.Tensor):
         raise TypeError(f"Cannot concatenate {type(first).__name__}: expected tensors.")
     return torch.cat(list(data), dim)
@@ -130,9 +140,9 @@ def recursively_apply(
     return nested.map_leaves(apply, data, objects=False)
 
 
-def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+def honor_type(obj: _T, generator: Iterable[Any]) -> _T:
     """Return items as a list or tuple of the type of `obj`, which may be a named tuple."""
-    return nested.rebuild(obj, list(generator))
+    return cast("_T", nested.rebuild(obj, list(generator)))
 
 
 def listify(data: Any) -> Any:
@@ -140,26 +150,23 @@ def listify(data: Any) -> Any:
     return nested.map_tensors(lambda tensor: tensor.tolist(), data)
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: _T) -> _T:
     """Convert the fp16 and bf16 tensors of nested data to fp32."""
     half = (torch.float16, torch.bfloat16)
-    return nested.map_tensors(lambda t: t.float() if t.dtype in half else t, tensor)
+    return cast("_T", nested.map_tensors(lambda t: t.float() if t.dtype in half else t, tensor))
 
 
-def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+def convert_outputs_to_fp32(model_forward: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wrap a forward pass to convert its fp16 and bf16 outputs to fp32."""
 
     @functools.wraps(model_forward)
-    def forward(*args: Any, **options: Any) -> Any:
+    def forward(*args: _P.args, **options: _P.kwargs) -> _R:
         return convert_to_fp32(model_forward(*args, **options))
 
     return forward
 
 
-_T = TypeVar("_T")
-
-
-def gather(tensor: Any) -> Any:
+def gather(tensor: _T) -> _T:
     """Return the tensors of all processes, concatenated along the first dimension; see `tensors.gather`."""
     return tensors.gather(tensor, current_backend())
 
@@ -170,12 +177,12 @@ def gather_object(object: list[_T]) -> list[_T]:  # noqa: A002 - the name script
     return joined
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: _T, from_process: int = 0) -> _T:
     """Return the nested tensors of one process on all of them; see `tensors.broadcast`."""
     return tensors.broadcast(tensor, current_backend(), from_process)
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[_T], from_process: int = 0) -> list[_T]:
     """Replace the items of a list by the picklable objects of one process.
 
     Returns:
@@ -184,17 +191,17 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return metrics.broadcast_object_list(object_list, current_backend(), from_process)
 
 
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: _T, reduction: Reduction = "mean", scale: float = 1.0) -> _T:
     """Return the tensors of all processes, combined element by element and scaled; see `tensors.reduce`."""
     return tensors.reduce(tensor, reduction, current_backend(), scale)
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: _T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> _T:
     """Pad tensors to the largest length of all processes; see `tensors.pad_across_processes`."""
     return tensors.pad_across_processes(tensor, current_backend(), dim, pad_index, pad_first)
 
 
-def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+def split_between_processes(inputs: _T, apply_padding: bool = False) -> AbstractContextManager[_T]:
     """Return a context with the shard of the inputs of this process; see `PartialState.split_between_processes`."""
     data = current_backend().data_rank
     return nullcontext(split_items(inputs, data.rank, data.world_size, pad=apply_padding))
@@ -236,8 +243,8 @@ def synchronize_rng_states(rng_types: Iterable[str], generator: torch.Generator 
 
 
 def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
-) -> nn.Module:
+    model: _Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> _Model:
     """Return the module of the script from a prepared one.
 
     Args:
@@ -247,11 +254,11 @@ def extract_model_from_parallel(
         recursive: If True, also remove `DataParallel` and `DistributedDataParallel` wrappers inside the model.
     """
     newest = find_accelerator()
-    original: nn.Module = (
+    original = (
         unwrap(
             model, lambda module: module, keep_autocast=keep_fp32_wrapper, keep_compiled=keep_torch_compile
         )
         if newest is None
         else newest.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
     )
-    return unwrap_submodules(original) if recursive else original
+    return cast("_Model", unwrap_submodules(original) if recursive else original)

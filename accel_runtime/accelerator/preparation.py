@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -40,6 +40,8 @@ from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = ["Preparation"]
 
+_T = TypeVar("_T")
+_Model = TypeVar("_Model", bound=nn.Module)
 _LOG = MultiProcessAdapter(logging.getLogger(__name__))
 
 
@@ -185,12 +187,10 @@ class Preparation:
         handlers = [self._run.options.handlers.get(kind) or kind() for kind in kinds]
         check_consistent(new, self._run.backend, options, settings | collect_option_facts(handlers))
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None, *, is_trained: bool
-    ) -> nn.Module:
+    def prepare_model(self, model: _Model, device_placement: bool | None, *, is_trained: bool) -> _Model:
         """Return a prepared model; see `Accelerator.prepare_model`."""
         request = self._build_request(model, device_placement, is_trained=is_trained)
-        return cast("nn.Module", self._prepare_together([request])[id(model)])
+        return cast("_Model", self._prepare_together([request])[id(model)])
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None
@@ -206,10 +206,10 @@ class Preparation:
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[_T],
         device_placement: bool | None,
         data: Literal["global", "sharded"] = "global",
-    ) -> PreparedLoader:
+    ) -> PreparedLoader[_T]:
         """Return a prepared loader; see `Accelerator.prepare_data_loader`."""
         if data not in {"global", "sharded"}:
             raise ValueError(f"Invalid data={data!r}: expected global or sharded.")

@@ -45,20 +45,20 @@ class PreparedObjects:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     num_loaders: int = 0
     """Number of loaders prepared so far, deleted ones included."""
-    _loaders: WeakValueDictionary[int, PreparedLoader] = field(default_factory=WeakValueDictionary)
+    _loaders: WeakValueDictionary[int, PreparedLoader[Any]] = field(default_factory=WeakValueDictionary)
 
-    def add_loader(self, loader: PreparedLoader) -> None:
+    def add_loader(self, loader: PreparedLoader[Any]) -> None:
         """Add a loader, which the script may delete."""
         self._loaders[self.num_loaders] = loader
         self.num_loaders += 1
 
     @property
-    def loaders(self) -> list[PreparedLoader]:
+    def loaders(self) -> list[PreparedLoader[Any]]:
         """Return the loaders that still exist."""
         return list(self._loaders.values())
 
     @property
-    def all_loaders(self) -> list[PreparedLoader | None]:
+    def all_loaders(self) -> list[PreparedLoader[Any] | None]:
         """Return all loaders by the order of their preparation; None for one that the script has deleted."""
         return [self._loaders.get(number) for number in range(self.num_loaders)]
 

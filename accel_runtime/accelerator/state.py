@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_runtime.backends import (
     connect_default_backend,
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceleratorState",
     "DistributedType",
-    "Flag",
     "GradientState",
     "PartialState",
     "ProcessMethods",
@@ -42,27 +41,6 @@ __all__ = [
     "split_bounds",
     "split_items",
 ]
-
-
-class Flag(int):
-    """Boolean that can be called: `is_main_process` and `is_main_process()` have the same value.
-
-    `bool` cannot be subclassed, so this is an `int`: tests of truth work, `is True` does not.
-    """
-
-    def __new__(cls, value: object) -> Self:
-        """Return a flag with the truth of `value`."""
-        return super().__new__(cls, bool(value))
-
-    def __call__(self) -> bool:
-        """Return the value as a `bool`."""
-        return bool(self)
-
-    @override
-    def __repr__(self) -> str:
-        return repr(bool(self))
-
-    __str__ = __repr__
 
 
 def split_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -122,6 +100,7 @@ def _get_length(inputs: Any) -> int:
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 class ProcessMethods:
@@ -162,19 +141,19 @@ class ProcessMethods:
         return self._backend.data_rank.rank
 
     @property
-    def is_main_process(self) -> Flag:
+    def is_main_process(self) -> bool:
         """Return whether this is the first process of all."""
-        return Flag(self.process_index == 0)
+        return self.process_index == 0
 
     @property
-    def is_local_main_process(self) -> Flag:
+    def is_local_main_process(self) -> bool:
         """Return whether this is the first process of its node."""
-        return Flag(self.local_process_index == 0)
+        return self.local_process_index == 0
 
     @property
-    def is_last_process(self) -> Flag:
+    def is_last_process(self) -> bool:
         """Return whether this is the last process of all."""
-        return Flag(self.process_index == self.num_processes - 1)
+        return self.process_index == self.num_processes - 1
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -190,16 +169,20 @@ class ProcessMethods:
 
     def on_main_process(self, function: _F) -> _F:
         """Run a decorated function on the main process only; it returns None on the others."""
-        return _run_if(function, lambda: bool(self.is_main_process))
+        return _run_if(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: _F) -> _F:
         """Run a decorated function on the first process of each node only; it returns None on the others."""
-        return _run_if(function, lambda: bool(self.is_local_main_process))
+        return _run_if(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: _F) -> _F:
         """Run a decorated function on the last process only; it returns None on the others."""
-        return _run_if(function, lambda: bool(self.is_last_process))
+        return _run_if(function, lambda: self.is_last_process)
 
+    @overload
+    def on_process(self, function: _F, process_index: int | None = ...) -> _F: ...
+    @overload
+    def on_process(self, function: None = ..., process_index: int | None = ...) -> Callable[[_F], _F]: ...
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Run a decorated function on the process of this index only; it returns None on the others.
 
@@ -211,6 +194,12 @@ class ProcessMethods:
             return functools.partial(self.on_process, process_index=index)
         return _run_if(function, lambda: self.process_index == index)
 
+    @overload
+    def on_local_process(self, function: _F, local_process_index: int | None = ...) -> _F: ...
+    @overload
+    def on_local_process(
+        self, function: None = ..., local_process_index: int | None = ...
+    ) -> Callable[[_F], _F]: ...
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
@@ -246,7 +235,7 @@ class ProcessMethods:
         return self._backend.run_first(first, "local_main_process_first()")
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(self, inputs: _T, apply_padding: bool = False) -> Iterator[_T]:
         """Yield the shard of the inputs of this process: each item on exactly one process, in order.
 
         Model-parallel ranks (tensor and context parallel) get the same items, and count as one process.

@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -27,9 +27,11 @@ __all__ = [
     "replace_tensors",
 ]
 
+_T = TypeVar("_T")
+
 
 @collective("data", "backend")
-def gather(data: Any, backend: Backend) -> Any:
+def gather(data: _T, backend: Backend) -> _T:
     """Concatenate the tensors of all ranks along the first dimension, by rank.
 
     Args:
@@ -54,8 +56,8 @@ def gather(data: Any, backend: Backend) -> Any:
 
 @collective("data", "backend", "compare_lines")
 def reduce(
-    data: Any, reduction: Reduction, backend: Backend, scale: float = 1.0, *, compare_lines: bool = True
-) -> Any:
+    data: _T, reduction: Reduction, backend: Backend, scale: float = 1.0, *, compare_lines: bool = True
+) -> _T:
     """Reduce every tensor over the ranks, elementwise.
 
     Args:
@@ -97,7 +99,7 @@ def reduce(
 
 
 @collective("data", "backend")
-def broadcast(data: Any, backend: Backend, from_process: int = 0) -> Any:
+def broadcast(data: _T, backend: Backend, from_process: int = 0) -> _T:
     """Copy the tensors of one rank into those of all others; return `data`.
 
     Raises:
@@ -117,8 +119,8 @@ def broadcast(data: Any, backend: Backend, from_process: int = 0) -> Any:
 
 @collective("data", "backend")
 def pad_across_processes(
-    data: Any, backend: Backend, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-) -> Any:
+    data: _T, backend: Backend, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> _T:
     """Pad tensors in one dimension to the largest size on any rank.
 
     Args:
@@ -187,7 +189,7 @@ def gather_tensors(call: CollectiveCall, flat: FlattenedData, backend: Backend) 
     return _gather_equal(call, flat, plan, payloads[:, start:], backend)
 
 
-def refuse_non_tensors(flat: FlattenedData, data: Any) -> Any:
+def refuse_non_tensors(flat: FlattenedData, data: _T) -> _T:
     """Return `data`; raise TypeError if it contains anything but dense tensors."""
     if flat.unsupported is None:
         return data
@@ -214,10 +216,10 @@ def find_cure(kind: str) -> str:
     return "Use gather_object or broadcast_object_list for other objects."
 
 
-def replace_tensors(data: Any, tensors: Iterable[torch.Tensor]) -> Any:
+def replace_tensors(data: _T, tensors: Iterable[torch.Tensor]) -> _T:
     """Return the structure of `data` with other tensors, in the same order."""
     following = iter(tensors)
-    return nested.map_leaves(lambda _: next(following), data)
+    return cast("_T", nested.map_leaves(lambda _: next(following), data))
 
 
 def check_rank(rank: int, backend: Backend) -> None:

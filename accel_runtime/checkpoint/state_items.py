@@ -168,7 +168,9 @@ class LoaderItem(RecordItem[LoaderItemState]):
 
     schema = LoaderItemState
 
-    def __init__(self, name: str, loader: PreparedLoader | None, position: NextBatch = "next_batch") -> None:
+    def __init__(
+        self, name: str, loader: PreparedLoader[Any] | None, position: NextBatch = "next_batch"
+    ) -> None:
         super().__init__(name)
         self._loader, self._resume_at = loader, position
         self.merge_needs_all_ranks = loader is not None and loader.is_presharded

@@ -59,7 +59,7 @@ class TrainingState:
     models: Sequence[nn.Module]
     optimizers: Sequence[PreparedOptimizer]
     schedulers: Sequence[PreparedScheduler]
-    loaders: Sequence[PreparedLoader | None]
+    loaders: Sequence[PreparedLoader[Any] | None]
     """Loaders in the order of preparation; None if the script has deleted one."""
     precision: Precision
     accumulation: Accumulation

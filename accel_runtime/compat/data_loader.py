@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -16,6 +16,8 @@ from accel_runtime.foundation.options import DataLoaderConfiguration, parse_rng_
 
 __all__ = ["DataLoaderDispatcher", "DataLoaderShard", "prepare_data_loader", "skip_first_batches"]
 
+_T = TypeVar("_T")
+
 DataLoaderShard = PreparedLoader
 """Name in Accelerate, which scripts import for `isinstance`."""
 DataLoaderDispatcher = PreparedLoader
@@ -23,7 +25,7 @@ DataLoaderDispatcher = PreparedLoader
 
 
 def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[_T],
     device: torch.device | str | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
@@ -38,7 +40,7 @@ def prepare_data_loader(  # noqa: PLR0913, PLR0917 - the signature scripts know
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
-) -> PreparedLoader:
+) -> PreparedLoader[_T]:
     """Make a loader yield this process's slice of every global batch, as `Accelerator.prepare_data_loader` does.
 
     Args:

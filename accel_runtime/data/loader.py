@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -43,13 +43,14 @@ from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 
 __all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]
 
-
+_T = TypeVar("_T")
 _LOG = logging.getLogger("accel_runtime.data")
 _END = object()
 _LOCAL_NORMS = (BatchNorm1d, BatchNorm2d, BatchNorm3d)
@@ -82,7 +83,7 @@ class LoaderOptions:
     """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
 
-class PreparedLoader(DataLoader[Any]):
+class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
     """DataLoader that yields this rank's slice of every global batch, on the device.
 
     Attributes are those of the script's loader.
@@ -97,7 +98,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: DataLoader[_T],
         source: Source[Any],
         backend: Backend,
         loops: ActiveLoops,
@@ -466,7 +467,7 @@ class PreparedLoader(DataLoader[Any]):
             return states[0]
         return states[self._backend.data_rank.rank * (len(states) // saved)]
 
-    def without_first_batches(self, steps: int) -> PreparedLoader:
+    def without_first_batches(self, steps: int) -> PreparedLoader[_T]:
         """Return a copy that leaves out the first steps of every epoch; both share their progress."""
         other = copy.copy(self)
         other._skip = self._skip + steps  # noqa: SLF001 - of this class
@@ -525,7 +526,7 @@ def check_model_parallel_ranks(backend: Backend) -> None:
         gathered[first].restore(backend.device, module)
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+def skip_first_batches(dataloader: DataLoader[_T], num_batches: int = 0) -> DataLoader[_T]:
     """Return a loader that leaves out the first batches of every epoch, without loading their samples.
 
     Args:

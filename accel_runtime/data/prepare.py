@@ -37,6 +37,8 @@ __all__ = [
     "prepare_loader",
 ]
 
+_T = TypeVar("_T")
+
 
 def check_loader_configuration(config: DataLoaderConfiguration) -> None:
     """Raise ValueError if there is a seed for an order that is not drawn from it.
@@ -70,8 +72,8 @@ def loader_options(
 
 
 def prepare_loader(
-    loader: DataLoader[Any], backend: Backend, loops: ActiveLoops, options: LoaderOptions
-) -> PreparedLoader:
+    loader: DataLoader[_T], backend: Backend, loops: ActiveLoops, options: LoaderOptions
+) -> PreparedLoader[_T]:
     """Return the prepared loader; raise ValueError if the script's loader cannot be sharded exactly."""
     if getattr(loader, "next_iter_state", None) is not None:
         raise ValueError(

@@ -65,6 +65,13 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"'bool' object is not callable"),
+        (
+            "is_main_process, is_local_main_process and is_last_process are properties: if this line calls one of them, remove the "
+            "parentheses"
+        ),
+    ),
+    (
         re.compile(r"got mixed torch\.Tensor and DTensor"),
         (
             "the model is sharded, but another tensor of this operation is not. Copies of its parameters that were made before prepare(), "

@@ -7,7 +7,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -18,6 +18,8 @@ from accel_runtime.foundation.keywords import check_keywords_of
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -63,6 +65,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _OUT_OF_MEMORY)
 
 
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, _P], _R],
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[], int] | None = ...,
+) -> Callable[_P, _R]: ...
+@overload
+def find_executable_batch_size(
+    function: None = ...,
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[], int] | None = ...,
+) -> Callable[[Callable[Concatenate[int, _P], _R]], Callable[_P, _R]]: ...
 @check_keywords_of
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,

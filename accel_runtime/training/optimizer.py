@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.heartbeat import heartbeat
+from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.parallel.strategy import Strategy
@@ -25,7 +26,7 @@ __all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.optimizer"))
 
 
-class PreparedOptimizer(torch.optim.Optimizer):
+class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] # of Any
     """Optimizer of torch whose `step` and `zero_grad` act only at the end of an accumulation cycle.
 
     Args:
@@ -341,7 +342,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         connections = dict.fromkeys(("_strategy", "_stepped", "_check", "_gather"))
-        vars(self).update(state, _beat=heartbeat(), **connections)
+        self.__dict__.update(state, _beat=heartbeat(), **connections)
 
 
 AcceleratedOptimizer = PreparedOptimizer

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from typing_extensions import override
 
 from accel_runtime.environment.call_sites import call_site
+from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
@@ -22,7 +23,7 @@ _MAX_METRICS = 8
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.scheduler"))
 
 
-class PreparedScheduler(LRScheduler):
+class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
     """Scheduler of torch that steps with its optimizer.
 
     A schedule written for one process counts batches of one process. `strides` of them are consumed in each step of the

@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import accel_runtime
 from accel_runtime.compat.accelerate_package import import_from_accelerate
+
+# Type checkers execute these imports; at run time the table below has the module of each name.
+if TYPE_CHECKING:
+    from accel_runtime import *  # noqa: F403
+    from accel_runtime.accelerator.operations import concatenate as concatenate
+    from accel_runtime.accelerator.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_runtime.accelerator.operations import convert_to_fp32 as convert_to_fp32
+    from accel_runtime.accelerator.operations import (
+        extract_model_from_parallel as extract_model_from_parallel,
+    )
+    from accel_runtime.accelerator.operations import find_batch_size as find_batch_size
+    from accel_runtime.accelerator.operations import honor_type as honor_type
+    from accel_runtime.accelerator.operations import is_torch_tensor as is_torch_tensor
+    from accel_runtime.accelerator.operations import listify as listify
+    from accel_runtime.accelerator.operations import recursively_apply as recursively_apply
+    from accel_runtime.accelerator.operations import synchronize_rng_state as synchronize_rng_state
+    from accel_runtime.accelerator.operations import wait_for_everyone as wait_for_everyone
+    from accel_runtime.compat.environment import patch_environment as patch_environment
+    from accel_runtime.compat.fsdp_utils import load_fsdp_model as load_fsdp_model
+    from accel_runtime.compat.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
+    from accel_runtime.compat.fsdp_utils import merge_fsdp_weights as merge_fsdp_weights
+    from accel_runtime.compat.fsdp_utils import save_fsdp_model as save_fsdp_model
+    from accel_runtime.compat.fsdp_utils import save_fsdp_optimizer as save_fsdp_optimizer
+    from accel_runtime.compat.imports import *  # noqa: F403
+    from accel_runtime.compat.launch import PrepareForLaunch as PrepareForLaunch
+    from accel_runtime.compat.launch import write_basic_config as write_basic_config
+    from accel_runtime.compat.other import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+    from accel_runtime.compat.other import load as load
+    from accel_runtime.compat.other import save as save
+    from accel_runtime.foundation.options import KwargsHandler as KwargsHandler
+    from accel_runtime.parallel.deepspeed.plugin import DummyOptim as DummyOptim
+    from accel_runtime.parallel.deepspeed.plugin import DummyScheduler as DummyScheduler
+    from accel_runtime.parallel.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
+    from accel_runtime.training.compile import compile_regions as compile_regions
+    from accel_runtime.training.compile import has_compiled_regions as has_compiled_regions
+    from accel_runtime.training.compile import is_compiled_module as is_compiled_module
+    from accel_runtime.training.memory import clear_device_cache as clear_device_cache
 
 _MODULES = {
     "accel_runtime.training.memory": ("clear_device_cache",),

@@ -457,7 +457,7 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 accelerator.wait_for_everyone()
-if accelerator.is_main_process():
+if accelerator.is_main_process:
     weights = accelerator.unwrap_model(model).weight
     print(accelerator.mixed_precision, [round(w, 3) for w in weights.flatten().tolist()])
 """

@@ -344,7 +344,7 @@ def test_every_member_of_the_accelerator_is_known():
 def test_imports_of_accelerate_are_renamed():
     before = (
         "import accelerate\nfrom accelerate import Accelerator  # the facade\nfrom accelerate.utils import set_seed\n"
-        "assert accelerate.__version__ >= '0.16'\naccelerator = Accelerator()\nif accelerator.is_main_process is True:\n    pass\n"
+        "assert accelerate.__version__ >= '0.16'\naccelerator = Accelerator()\nif accelerator.is_main_process():\n    pass\n"
     )
     after = (
         "import accel_runtime\nfrom accel_runtime import Accelerator  # the facade\nfrom accel_runtime.utils import set_seed\n"

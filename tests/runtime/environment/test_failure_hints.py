@@ -36,6 +36,10 @@ def test_a_result_of_prepare_that_is_used_as_another_leads_to_their_order(error)
     assert "in the order of its arguments" in find_hint(error)
 
 
+def test_a_call_of_a_flag_of_the_process_leads_to_the_property():
+    assert "are properties" in find_hint("TypeError: 'bool' object is not callable")
+
+
 def test_a_copy_of_parameters_before_they_were_sharded_leads_to_its_place():
     error = "RuntimeError: aten.sub.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor"
     assert "make them after prepare()" in find_hint(error)
