@@ -56,11 +56,11 @@ class Location:
         from accel_cli.profile.store import DEFAULT, PROJECT_FILE
 
         store = _get_store()
-        if self.project and self.profile:
+        if self.project and self.profile is not None:
             raise UsageError("Pass either --profile or --project, not both.")
         if self.project:
             return store.find_project_file() or store.cwd / PROJECT_FILE
-        return store.get_path(self.profile or DEFAULT)
+        return store.get_path(DEFAULT if self.profile is None else self.profile)
 
     def find_writable_file(self) -> Path:
         """Return the path of the file, to be changed.
@@ -432,7 +432,7 @@ def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]
     from accel_cli.profile.deepspeed_file import apply_deepspeed_file, list_effective_values
 
     machine = planner.detect_machine(os.environ, cpu=False)
-    request = Request("", options={"profile": profile} if profile else {})
+    request = Request("", options={} if profile is None else {"profile": profile})
     resolved = apply_deepspeed_file(planner.resolve(request, os.environ, machine))
     values = list_effective_values(resolved)
     del values["schema_version"]  # of a file, not of a run

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
 from accel_runtime.environment.text import encode_text
@@ -23,6 +24,7 @@ __all__ = [
     "check_ranks",
     "get_highest_rank",
     "join_for_bash",
+    "name_target",
     "quote_for_bash",
     "select_ranks",
 ]
@@ -36,6 +38,11 @@ KEEP_RUNS, KEEP_DAYS = 50, 30
 _LOOPBACK = "127.0.0.1"
 _MIN_LOST_AFTER_S, _MAX_LOST_AFTER_S = 6, 30
 _RANK_LIST = re.compile(r"\d+(,\d+)*", re.ASCII)
+
+
+def name_target(target: str) -> str:
+    """Return the name of a script or program without its folder and suffix, and that of a module with its packages."""
+    return re.sub(r"\.(py|pyw|pyc|pyz|sh|bash)\Z", "", PurePath(target).name)
 
 
 def check_ranks(value: int | str) -> int | str:

@@ -123,8 +123,9 @@ def read_layers(
         )
     elif project:
         layers.append(read_file(project, "project"))
-    source = "--profile" if name else env.PROFILE
-    if name := name or environ.get(env.PROFILE):
+    source = env.PROFILE if name is None else "--profile"
+    name = (environ.get(env.PROFILE) or None) if name is None else name
+    if name is not None:
         path = profiles.get_path(name)
         if not path.is_file():
             names = ", ".join(profiles.list_names()) or "none"

@@ -261,9 +261,16 @@ def write(path: Path, text: str) -> None:
             )
         target.parent.mkdir(parents=True, exist_ok=True)
         _write_atomically(target.parent / SCHEMA_FILE, json.dumps(json_schema(), indent=1) + "\n")
-        _write_atomically(target, text)
+        _write_atomically(target, text.replace("\n", "\r\n") if _has_crlf(target) else text)
     except OSError as error:
         raise UsageError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def _has_crlf(path: Path) -> bool:
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\r\n")
 
 
 def _write_atomically(path: Path, text: str) -> None:

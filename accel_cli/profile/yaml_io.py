@@ -1,6 +1,6 @@
 """Read and write YAML: plain data, and the line number of every key.
 
-Scalars follow YAML 1.2: `no`, `on` and `off` are text, and so are `1:30` and dates. In `env` numbers and truth
+Scalars follow YAML 1.2: `no`, `on` and `off` are text, and so are `1:30` and dates, which are written in quotes for readers of YAML 1.1. In `env` numbers and truth
 values are text too, as they stand in the file. Duplicate keys, anchors and unknown tags are errors.
 """
 
@@ -21,6 +21,7 @@ from accel_cli.errors import Problem, ProfileError
 __all__ = ["Document", "comment_lines", "dump", "inline", "parse", "scalar"]
 
 _MAX_DEPTH = 30
+_TEXT_TAG = "tag:yaml.org,2002:str"
 _TOO_DEEP = "this is nested too deeply for a profile"
 _WIDTH = 80
 _TEXT_KEYS = re.compile(
@@ -57,10 +58,14 @@ for _tag, _first in zip(
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _TYPES[_tag], _first)
 
 
+_YAML_1_1 = yaml.resolver.Resolver()
+
+
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML's plain and single-quoted styles lose line breaks such as U+0085.
-    style = None if text.isprintable() else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+    # PyYAML's plain and single-quoted styles lose line breaks such as U+0085. Other programs read `no` and 1:30 as YAML 1.1.
+    is_text = _YAML_1_1.resolve(yaml.ScalarNode, text, (True, False)) == _TEXT_TAG  # type: ignore[no-untyped-call]
+    style = '"' if not text.isprintable() else None if is_text else "'"
+    return dumper.represent_scalar(_TEXT_TAG, text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, name_target
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import EXIT_FILE, STACKS_FILE, THREAD_FILE
@@ -146,7 +146,7 @@ class RunFolder:
     ) -> RunFolder:
         """Create the folder of a new run, and remove those of old runs."""
         # File names have at most 255 bytes.
-        stem = _UNSAFE_CHARACTERS.sub("_", Path(target).stem)[:_MAX_STEM] or "run"
+        stem = _UNSAFE_CHARACTERS.sub("_", name_target(target))[:_MAX_STEM] or "run"
         path = base / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}-{os.getpid()}"
         if base == get_temporary_home():
             _create_temporary_home(base)
@@ -440,9 +440,9 @@ def find_running_run(base: Path, name: str | None = None) -> RunFolder:
 
 def _match_runs(runs: Sequence[RunFolder], name: str) -> list[RunFolder]:
     """Return the run with this id, or those whose ids begin with it, or the newest of a script with this name."""
-    stem = name.removesuffix(".py")
+    stem = name_target(name)
     matches = [run for run in runs if run.path.name == name]
-    matches = matches or [run for run in runs if run.path.name.startswith(name)]
+    matches = matches or [run for run in runs if name and run.path.name.startswith(name)]
     return matches or [run for run in runs if run.stem == stem][:1]
 
 

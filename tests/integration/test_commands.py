@@ -192,6 +192,13 @@ def test_unset_removes_values_and_sections(typed, home):
     assert f"remaining mistake: {path}:2: resume: expected true or false, got 3\n" in result.stderr
 
 
+@pytest.mark.parametrize("command", [("set", "resume=true"), ("show",), ("validate",)])
+def test_an_empty_profile_name_is_not_the_default_profile(typed, home, command):
+    result = typed("config", *command, "--profile", "")
+    assert (result.returncode, "Invalid profile name ''" in result.stderr) == (2, True)
+    assert not (home / "profiles" / "default.yaml").exists()
+
+
 def test_a_profile_is_deleted_only_after_confirmation(typed, home, terminal):
     typed("config", "set", "--profile", "gpu", "resume=true")
     path = home / "profiles" / "gpu.yaml"
@@ -268,7 +275,7 @@ def test_defaults_for_the_machine_are_written_once_without_questions(typed, home
         "  # One process on this machine",
         "  kind: single",
         "# Mixed precision of the forward pass: no keeps the dtype of the model",
-        "mixed_precision: no",
+        "mixed_precision: 'no'",
     ]
     second_result = typed(*command)
     assert second_result.returncode == 2

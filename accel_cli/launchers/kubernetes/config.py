@@ -18,6 +18,7 @@ from accel_cli.launchers.kubernetes.section import KubernetesSection
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.plan import name_target
 
 __all__ = ["Kubernetes"]
 
@@ -79,7 +80,7 @@ class Kubernetes(KubernetesSection):
             target, cwd = locate_target(spec.target, spec.kind, self.source_dir, cure)
         job = KubernetesJobPlan(
             section=self,
-            name=self.job_name or Path(spec.target).stem,
+            name=self.job_name or name_target(spec.target),
             args=("--quiet", "--no-profile", *options, *spec.build_arguments(target)),
             env={**spec.env, **spec.settings.to_env()},
             nproc_per_node=count,

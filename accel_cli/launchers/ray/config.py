@@ -19,6 +19,7 @@ from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.ray.plan import RayJobPlan, RayRun
 from accel_cli.launchers.sections import Choice, ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.source_files import locate_target
+from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
     from accel_cli.launchers.ray.jobs import RayJobs
@@ -206,7 +207,7 @@ class Ray(job_launcher.JobLauncher):
         job = RayJobPlan(
             address=spec.environ[variable] if variable else self.address,
             address_source=variable,
-            name=_clean_name(self.job_name or Path(spec.target).stem),
+            name=_clean_name(self.job_name or name_target(spec.target)),
             python=self.python,
             requirements=self._read_requirements(),
             runtime_env=self.runtime_env,

@@ -18,7 +18,7 @@ from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.sagemaker.aws import format_hint, load_service_model
 from accel_cli.launchers.sagemaker.section import CHANNEL, InputChannel, SageMakerSection
-from accel_cli.planning.plan import JobPlan
+from accel_cli.planning.plan import JobPlan, name_target
 
 __all__ = [
     "SageMakerJobPlan",
@@ -131,7 +131,7 @@ class Submission:
 
 def name_job(base: str | None, target: str, now: datetime) -> str:
     """Return a job name that begins with a base, or with the script's name, and ends with the time in UTC."""
-    stem = re.sub(r"[^a-zA-Z0-9]+", "-", base or Path(target).stem).strip("-") or "accel"
+    stem = re.sub(r"[^a-zA-Z0-9]+", "-", base or name_target(target)).strip("-") or "accel"
     time = now.strftime("-%Y%m%d-%H%M%S-") + f"{now.microsecond // 1000:03d}"
     return stem[: _MAX_NAME - len(time)].rstrip("-") + time
 

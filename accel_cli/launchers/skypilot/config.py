@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
@@ -16,6 +15,7 @@ from accel_cli.launchers.node_launch import build_command, build_node_options
 from accel_cli.launchers.skypilot.section import SkyPilotSection
 from accel_cli.launchers.skypilot.task import TASK_FILE, SkyJobPlan
 from accel_cli.launchers.source_files import locate_target
+from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
     from accel_cli.launchers.skypilot.jobs import SkyJobs
@@ -63,7 +63,7 @@ class SkyPilot(SkyPilotSection):
             target, folder = locate_target(spec.target, spec.kind, self.source_dir, cure)
         job = SkyJobPlan(
             section=self,
-            name=_clean_name(self.job_name or Path(spec.target).stem),
+            name=_clean_name(self.job_name or name_target(spec.target)),
             command=build_command(self.python, *options, *spec.build_arguments(target)),
             env={**spec.env, **spec.settings.to_env()},
             folder=folder,

@@ -151,3 +151,10 @@ def test_an_invalid_version_is_a_problem_and_the_rest_is_read(tmp_path, text, me
 def test_a_version_of_a_newer_accel_is_rejected(tmp_path):
     with pytest.raises(UsageError, match="expected at most 1: the file was written by a newer accel, got 99"):
         store.parse("schema_version: 99", tmp_path / "x.yaml")
+
+
+def test_a_file_keeps_its_line_ends(tmp_path):
+    path = tmp_path / "accel.yaml"
+    path.write_bytes(b"schema_version: 1\r\n# kept\r\nresume: true\r\n")
+    store.write(path, store.read_text(path).replace("true", "false"))
+    assert path.read_bytes() == b"schema_version: 1\r\n# kept\r\nresume: false\r\n"

@@ -1,9 +1,10 @@
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import ProfileError
-from accel_cli.profile.yaml_io import dump, parse, scalar
+from accel_cli.profile.yaml_io import dump, inline, parse, scalar
 
 KEYS = st.text(min_size=1, max_size=8)
 LEAVES = (
@@ -127,3 +128,12 @@ def test_a_version_of_the_profile_keeps_its_last_zero():
 def test_several_values_of_one_assignment_are_rejected():
     with pytest.raises(ProfileError, match="expected one value"):
         scalar("1\nother: 2", "x")
+
+
+@pytest.mark.parametrize(
+    "text", ["no", "On", "1:30", "2026-01-02", "0x1F", "1_000", "=", "bf16", "0", "true"]
+)
+def test_readers_of_yaml_1_1_read_what_is_written(text):
+    data = {text: {text: text}}
+    assert yaml.safe_load(dump(data)) == parse(dump(data), "test").data == data
+    assert yaml.safe_load(f"a: {inline(text)}") == {"a": text}

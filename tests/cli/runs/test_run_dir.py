@@ -217,6 +217,21 @@ def test_the_default_run_is_the_newest_that_started_processes_or_may_do_so(tmp_p
     assert find_run(tmp_path / "other") == only
 
 
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("src/train.py", "train"),
+        ("pkg.train", "pkg.train"),
+        ("./run.sh", "run"),
+        ("/usr/bin/python3.11", "python3.11"),
+    ],
+)
+def test_a_run_is_found_by_the_name_of_its_script_module_or_program(tmp_path, target, name):
+    run = RunFolder.create(tmp_path, target, {})
+    assert run.stem == name
+    assert find_run(tmp_path, name) == run
+
+
 def test_a_run_is_found_by_its_id_the_beginning_of_it_or_its_script(tmp_path, monkeypatch):
     for day, name in ((1, "train.py"), (2, "train.py"), (3, "evaluate.py")):
         monkeypatch.setattr("time.strftime", lambda _, day=day: f"2026010{day}-000000")
@@ -280,3 +295,10 @@ def test_a_truncated_reason_ends_with_a_complete_character(tmp_path):
     reason = (tmp_path / "failure").read_bytes()
     assert len(reason) == 1023
     assert reason.decode().endswith("ü")
+
+
+def test_an_empty_name_finds_no_run(tmp_path):
+    RunFolder.create(tmp_path, "train.py", {})
+    for find in (find_run, find_running_run):
+        with pytest.raises(UsageError, match="Run '' not found"):
+            find(tmp_path, "")

@@ -187,6 +187,7 @@ def test_the_request_does_not_contain_script_arguments():
 
 def test_a_job_name_consists_of_script_and_time():
     assert name_job(None, "src/train_it.py", NOW) == "train-it-20261121-223015-678"
+    assert name_job(None, "pkg.train", NOW) == "pkg-train-20261121-223015-678"
     assert name_job("my-base", "x.py", NOW) == "my-base-20261121-223015-678"
     assert name_job(None, "___", NOW) == "accel-20261121-223015-678"
 
