@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
-from accel_runtime.accelerator.description import describe_run
+from accel_runtime.accelerator.description import LoaderFacts, describe_run, loader_facts
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.data.active_loops import ModelInputHook
@@ -64,8 +64,8 @@ class Preparation:
         self._on_optimizer, self._on_prepared = on_optimizer, on_prepared
         self._compared: WeakSet[Any] = WeakSet()
         """Objects that have been compared over the ranks."""
-        self._num_described = 0
-        """Number of models in the description that the launcher has."""
+        self._described: tuple[list[ref[Any]], list[ref[Any]], list[LoaderFacts]] = [], [], []
+        """The models, the other objects, and the facts of the loaders in the description that the launcher has."""
 
     def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Any:
         """Return the prepared objects; see `Accelerator.prepare`."""
@@ -139,18 +139,28 @@ class Preparation:
     def _record_description(self) -> None:
         """Write the description for the launcher, on the main process.
 
-        It takes as long as a few iterations over all parameters, so a loader that is prepared for each evaluation does not
-        cause it.
+        It takes as long as a few iterations over all parameters, and replaces a file, so a loader that is prepared for each
+        evaluation does not cause it: not after the first step, nor before it in place of another like it.
         """
-        progress = heartbeat()
-        if self._run.recorder is None or progress is None:
+        run, progress = self._run, heartbeat()
+        if run.recorder is None or progress is None:
             return
-        if not progress.steps or len(self._run.prepared.models) != self._num_described:
-            self._num_described = len(self._run.prepared.models)
-            # A dataset whose length raises an error must not end the script here.
-            with suppress(Exception):
-                description = describe_run(self._run)
-                self._run.recorder.write_description(str(description), description.as_dict())
+        models = [ref(model) for model in run.prepared.models]
+        if progress.steps and models == self._described[0]:
+            return
+        others = [ref(each) for each in (*run.prepared.optimizers, *run.prepared.schedulers)]
+        # A dataset whose length raises an error must not end the script here.
+        with suppress(Exception):
+            data_rank, steps = run.backend.data_rank, run.accumulation.steps
+            described = (
+                models,
+                others,
+                [loader_facts(each, data_rank, steps) for each in run.prepared.loaders],
+            )
+            if described != self._described:
+                self._described = described
+                description = describe_run(run)
+                run.recorder.write_description(str(description), description.as_dict())
 
     def _check_consistent(self, objects: Sequence[Any], options: LoaderOptions) -> None:
         """Compare objects over the ranks, except for those that are prepared or compared already."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.data_sets import SizedStream
+from support.exchanges import record_exchanges
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -245,3 +246,21 @@ def test_a_model_for_evaluation_can_be_prepared_on_one_rank_only(pair):
         return accelerator.reduce(torch.ones(1)).item()
 
     assert pair.run(output) == [2, 2]
+
+
+def count_prepare_exchanges():
+    """Return the exchanges of ranks in the preparation of a new loader, of it again, and of several objects at once."""
+    accelerator = Accelerator()
+    loader, model = DataLoader(range(12), batch_size=2), nn.Linear(2, 1)
+    others = [DataLoader(range(12)), DataLoader(range(6)), torch.optim.SGD(model.parameters(), lr=0.1)]
+    calls = (
+        lambda: accelerator.prepare(loader),
+        lambda: [accelerator.prepare(loader) for _ in range(10)],
+        lambda: accelerator.prepare(accelerator.prepare(loader)),
+        lambda: accelerator.prepare(*others),
+    )
+    return [len(record_exchanges(call)) for call in calls]
+
+
+def test_ranks_compare_objects_once_and_all_of_a_call_in_one_exchange(pair):
+    assert pair.run(count_prepare_exchanges) == [[1, 0, 0, 1]] * 2

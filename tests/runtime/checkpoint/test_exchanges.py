@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.exchanges import record_exchanges
 from torch import nn
 
 from accel_runtime import Accelerator
 from accel_runtime.checkpoint.manager import StagingBuffers
-from accel_runtime.collectives.handshake import PAYLOAD, Handshake
+from accel_runtime.collectives.handshake import PAYLOAD
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
@@ -47,22 +48,6 @@ def build_run(disk=None):
     optimizer.step()
     optimizer.zero_grad()
     return accelerator, model, registered
-
-
-def count_exchanges(function):
-    """Call a function; return the size of what this rank sends in each exchange, and whether all ranks receive it."""
-    sizes, exchange = [], Handshake.exchange
-
-    def record(self, call, size=0, *args, **options):
-        sizes.append((size, not options.get("to_first")))
-        return exchange(self, call, size, *args, **options)
-
-    Handshake.exchange = record
-    try:
-        function()
-    finally:
-        Handshake.exchange = exchange
-    return sizes
 
 
 # What makes a state differ between ranks, or adds an exchange. -----------------------------------
@@ -112,7 +97,7 @@ def save_and_count(folder, changes, in_background):
 
     if in_background:
         accelerator._backend.open_object_channel()  # connects the ranks once
-    sizes = count_exchanges(lambda: save(accelerator, folder, in_background))
+    sizes = record_exchanges(lambda: save(accelerator, folder, in_background))
     before = copy_state(accelerator, model, registered)
     set_seed(9)
     registered.value = None
@@ -162,7 +147,7 @@ def test_a_save_takes_three_exchanges_and_one_for_each_of_hooks_differences_and_
 def test_a_save_on_one_process_exchanges_nothing(alone, tmp_path):
     def save_alone():
         accelerator, *_ = build_run()
-        return count_exchanges(lambda: accelerator.save_state(tmp_path / "saved"))
+        return record_exchanges(lambda: accelerator.save_state(tmp_path / "saved"))
 
     assert alone.run(save_alone) == [[]]
 

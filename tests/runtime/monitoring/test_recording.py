@@ -223,6 +223,24 @@ def test_a_loader_that_is_prepared_during_the_training_does_not_describe_the_run
     assert description["loaders"][0]["steps"] == len(loader)
 
 
+def test_a_loader_like_the_described_one_does_not_describe_the_run_again(folder):
+    accelerator = Accelerator()
+    loader = DataLoader(torch.ones(6, 2), batch_size=2)
+    accelerator.prepare(loader)
+    before = folder.description.stat().st_ino
+    for _ in range(3):
+        accelerator.prepare(loader)
+    assert folder.description.stat().st_ino == before  # each write makes a file of its own
+    kept = [accelerator.prepare(loader), accelerator.prepare(DataLoader(torch.ones(9, 2)))]
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    description = json.loads(folder.description.read_text())["data"]
+    assert [loader["samples"] for loader in description["loaders"]] == [6, 9]
+    accelerator.free_memory(kept)
+    accelerator.prepare(torch.nn.Linear(5, 1))
+    description = json.loads(folder.description.read_text())["data"]
+    assert [model["parameters"] for model in description["models"]] == [6]
+
+
 class Endless(Dataset):
     """A dataset whose length raises an error from its fourth call on."""
 
