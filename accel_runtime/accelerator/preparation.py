@@ -280,6 +280,9 @@ class Preparation:
             results[id(optimizer)] = self._add_optimizer(optimizer, placement)
         for scheduler in new_schedulers:
             results[id(scheduler)] = self._add_scheduler(scheduler)
+        if self._run.strategy.shards_models and (new_requests or new_optimizers):
+            # Before a forward pass, which replaces parameters by gathered ones. Others are grouped when a loss has a weight.
+            self._run.gradients.find_groups()
         return results
 
     def _check_model(self, request: ModelRequest) -> ModelRequest:
@@ -334,7 +337,6 @@ class Preparation:
             self._run.prepared.models[same[0]] = prepared
         else:
             self._run.prepared.models.append(prepared)
-        self._run.gradients.find_groups()
 
     def _add_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None
@@ -351,7 +353,6 @@ class Preparation:
         if self._run.options.device_placement if device_placement is None else device_placement:
             self._run.strategy.place_state(optimizer)
         self._run.prepared.optimizers.append(prepared)
-        self._run.gradients.find_groups()
         self._on_optimizer(prepared)
         return prepared
 
@@ -404,8 +405,16 @@ def _make_contiguous(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if is_lazy(tensor) or tensor.layout is not torch.strided:
             continue
-        strides = list(zip(tensor.shape, tensor.stride(), strict=True))
-        repeats = id(tensor) in buffers and any(size > 1 and not stride for size, stride in strides)
-        usual = torch.empty(tensor.shape, device="meta").stride()
-        if repeats or (tensor.is_contiguous() and tensor.stride() != usual):
+        # Only along a dimension of size 0 or 1 can the stride of a contiguous tensor be any number.
+        is_unusual = (
+            tensor.is_contiguous()
+            and any(size <= 1 for size in tensor.shape)
+            and tensor.stride() != torch.empty(tensor.shape, device="meta").stride()
+        )
+        if is_unusual or (id(tensor) in buffers and _has_repeats(tensor)):
             tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _has_repeats(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a strided tensor share memory, as after `expand`."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -61,6 +61,7 @@ __all__ = [
     "keep_gathered",
     "list_buffers",
     "list_owners",
+    "list_tensors",
     "local_tensor",
     "on_backward_end",
     "override_method",
@@ -117,6 +118,14 @@ def list_buffers(module: nn.Module, *, persistent: bool) -> list[str]:
     return [
         name for name in module._buffers if (name not in module._non_persistent_buffers_set) is persistent
     ]
+
+
+def list_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of a model, each as often as a module has it; several times faster than with names."""
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
 
 
 def state_versions(state: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import stat
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -230,6 +231,26 @@ def test_a_model_prepared_for_evaluation_is_not_wrapped_in_ddp(several):
         return isinstance(model, DistributedDataParallel), model(DATA).dtype
 
     assert several.run(describe_type) == [(False, torch.float32)] * several.size
+
+
+def count_calls(function):
+    """Return the number of calls of Python functions, each resumption of a generator included."""
+    events = []
+    sys.setprofile(lambda *call: events.append(call[1]))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return events.count("call")
+
+
+def test_prepare_adds_a_few_calls_for_each_layer_to_those_of_moving_the_model():
+    accelerator, layers = Accelerator(cpu=True), 300
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers)))
+    optimizer = build_sgd(model)
+    moving = count_calls(lambda: model.to("cpu"))
+    added = count_calls(lambda: accelerator.prepare(model, optimizer)) - moving
+    assert added < 25 * layers  # 14; it was 71 with a search by name for each question
 
 
 def test_device_placement_selects_the_objects_that_are_moved():
