@@ -99,7 +99,7 @@ class Backend(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
-        """Return a new tensor, reduced elementwise over the ranks."""
+        """Return a contiguous tensor reduced elementwise over the ranks, in its own memory or in new memory; no mean of integers."""
 
     @abstractmethod
     def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

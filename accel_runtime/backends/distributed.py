@@ -174,10 +174,9 @@ class DistributedBackend(StoreBackend):
     @override
     def all_reduce(self, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         self._count_collective()
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, op=REDUCE_OPS[reduction], group=self._group(tensor))
+        dist.all_reduce(tensor, op=REDUCE_OPS[reduction], group=self._group(tensor))
         self._end_collective()
-        return total / self.topology.world_size if reduction == "mean" else total
+        return tensor.div_(self.topology.world_size) if reduction == "mean" else tensor
 
     @override
     def all_reduce_async(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -305,7 +305,9 @@ def _reduce(
         if index not in reduced:
             groups.setdefault((spec.device, spec.dtype), []).append(index)
     for (_, dtype), indices in groups.items():
-        joined = torch.cat([flat.tensors[index].reshape(-1) for index in indices])
+        joined = torch.cat(
+            [flat.tensors[index].reshape(-1) for index in indices]
+        )  # the only copy, also of one tensor
         total = backend.all_reduce(joined.to(_GLOO_DTYPES.get(dtype, dtype)), reduction).to(dtype)
         parts = torch.split(total, [flat.tensors[i].numel() for i in indices])
         reduced |= {i: part.view(flat.specs[i].shape) for i, part in zip(indices, parts, strict=True)}

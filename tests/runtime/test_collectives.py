@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_runtime import Accelerator
 from accel_runtime.backends import connect
@@ -103,6 +104,45 @@ def test_reduce_combines_nested_tensors_into_new_ones(ranks, reduction, expected
         assert actual.tolist() == [expected(ranks.size)] * 2
         is_integer_mean = reduction == "mean" and not dtype.is_floating_point
         assert actual.dtype == (torch.float32 if is_integer_mean else dtype)
+
+
+class LargeStorages(TorchDispatchMode):
+    """Records the operations that return a tensor of at least so many bytes in memory of its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.operations = size, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        known = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in leaves([args, kwargs or {}])
+            if is_tensor(tensor)
+        }
+        for tensor in filter(is_tensor, leaves(result)):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= self.size and storage.data_ptr() not in known:
+                self.operations.append(str(function))
+        return result
+
+
+def is_tensor(leaf):
+    return isinstance(leaf, torch.Tensor)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_reduce_of_large_tensors_copies_them_once(pair, reduction, parts):
+    def reduced():
+        b = connect_backend()
+        tensors = list(torch.ones(4 * 10_000).split(40_000 // parts))
+        with LargeStorages(160_000) as mode:
+            reduce(tensors, reduction, b)
+        assert all(tensor.eq(1).all() for tensor in tensors)
+        return mode.operations
+
+    assert pair.run(reduced) == [["aten.cat.default"]] * 2
 
 
 def test_reduce_accepts_scalars_empty_and_complex_tensors(ranks):

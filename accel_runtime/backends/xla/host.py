@@ -159,10 +159,9 @@ class HostGroup:
         return gathered
 
     def all_reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-        """Reduce CPU tensors over the replicas into a new one."""
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        self._group.allreduce([total], REDUCE_OPS[reduction]).wait()
-        return total / self._topology.world_size if reduction == "mean" else total
+        """Reduce CPU tensors over the replicas in place."""
+        self._group.allreduce([tensor], REDUCE_OPS[reduction]).wait()
+        return tensor.div_(self._topology.world_size) if reduction == "mean" else tensor
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy the CPU tensor of one replica into those of the others."""
