@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import functools
 import gc
+import math
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import signal
@@ -17,34 +20,42 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, SupportsIndex, get_args
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import (
-    ProcessContext,
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from accel_runtime.backends import set_current_backend
 from accel_runtime.compat.environment import patch_environment
 from accel_runtime.environment.heartbeat import reset_heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
-from accel_runtime.environment.text import decode_text, encode_text
+from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.keywords import check_keywords_of
 from accel_runtime.foundation.torch_internals import TCPStore
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
-_GRACE_S = 5.0
+_SHUTDOWN_S = 30
+"""The time of an interrupted rank to end by itself: the default of `accel launch` (`launcher.shutdown_timeout`)."""
+_GRACE_S = 5
+"""The time after SIGTERM, and after the end of the session, until a rank is killed."""
+_INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a rank that ended by KeyboardInterrupt."""
+_DUPLICATE_S = 0.1
+"""A second interrupt within this time is a copy of the first: `timeout` sends it twice."""
+_POLL_S = 0.1
+_NO_FAILURES = frozenset({None, 0, _INTERRUPTED})
+"""The exit codes of ranks for which the others are not ended; None while it runs."""
+_PR_SET_PDEATHSIG = 1
+_OMP_PAUSE_SOFT = 1
+"""`omp_pause_soft` of OpenMP 5."""
 _CUDA_PROBE_TIMEOUT_S = 60
 _MAX_DESCRIPTORS = 4096
 _CRASH = ".crash"
@@ -88,6 +99,9 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
     The processes are forked, so the function may be defined in the notebook. It creates its own `Accelerator`. With one
     process it runs in the current one. Each process computes on one thread, until it calls `torch.set_num_threads`.
 
+    An interrupt of the session (Ctrl-C) is passed on to the processes, once: KeyboardInterrupt in the function. They have 30
+    seconds for `except` and `finally` blocks, then get SIGTERM, and five seconds later SIGKILL. A second interrupt kills them.
+
     Args:
         function: Called as `function(*args)`; its result is dropped.
         args: Its arguments.
@@ -110,6 +124,7 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         RuntimeError: CUDA is initialized already, so that processes cannot be forked; the message names the import that
             initialized it, if it was one.
         LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
+        KeyboardInterrupt: The session was interrupted, or a process; all have ended.
     """
     # On one node, c10d starts the same processes; its options are for several.
     is_alone = rdzv_backend == "c10d" and num_nodes == 1
@@ -125,9 +140,10 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
             raise ValueError(
                 f"{name}={value!r} is not supported by notebook_launcher. Leave it at {default!r}, or use `accel launch`."
             )
-    if num_processes is None or num_processes < 1:
-        raise ValueError(
-            f"Invalid num_processes={num_processes}: pass the number of processes to start, at least 1."
+    num_processes = _check_num_processes(num_processes)
+    if not isinstance(num_nodes, SupportsIndex) or not isinstance(node_rank, SupportsIndex):
+        raise ValueError(  # noqa: TRY004 - as for other values
+            f"Invalid node_rank={node_rank!r} or num_nodes={num_nodes!r}: expected integers."
         )
     if not 0 <= node_rank < num_nodes:
         raise ValueError(
@@ -159,13 +175,21 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: The number of processes, at least 1.
 
     Raises:
-        ValueError: `num_processes` is below 1.
+        ValueError: `num_processes` is no integer, or below 1.
         LaunchError: A process failed; its rank and traceback are in the message. The others are terminated.
+        KeyboardInterrupt: The session was interrupted, or a process; see `notebook_launcher`.
     """
-    if num_processes < 1:
-        raise ValueError(f"Invalid num_processes={num_processes}: expected at least 1.")
+    num_processes = _check_num_processes(num_processes)
     settings = replace(Settings.from_env(os.environ), device="cpu", mixed_precision="no")
     _run(function, args, _ProcessGroupSpec(num_processes, 0, 1, "127.0.0.1", 0), settings)
+
+
+def _check_num_processes(number: int | None) -> int:
+    if not isinstance(number, SupportsIndex) or number < 1:
+        raise ValueError(
+            f"Invalid num_processes={number!r}: expected an integer of at least 1. Pass the number of processes to start."
+        )
+    return number
 
 
 def _run(
@@ -183,66 +207,104 @@ def _run(
         # The store is in this process and not in rank 0, so that it outlives every rank.
         store = TCPStore(spec.host, spec.port, is_master=True, wait_for_workers=False)
         spec = spec._replace(port=store.port)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+        _defer_interrupts() as interrupts,
+    ):
         # Python 3.12 warns of threads that are not forked: `_work` accounts for them.
         warnings.filterwarnings("ignore", ".*is multi-threaded", DeprecationWarning)
         context: ProcessContext | None = None
+        codes: list[int | None] = []
         others = set(multiprocessing.active_children())
-        is_gc_enabled = gc.isenabled()
         try:
-            gc.disable()  # until the forked processes have called `gc.freeze`
-            try:
-                # An interrupt between a fork and the line that records its process would leave a process that nothing ends.
-                with _defer_interrupt() as resume_interrupts:
-                    context = start_processes(  # type: ignore[no-untyped-call]
-                        _work,
-                        args=(
-                            functools.partial(function, *args),
-                            spec,
-                            settings,
-                            Path(folder),
-                            is_gc_enabled,
-                            resume_interrupts,
-                        ),
-                        nprocs=spec.num_local,
-                        join=False,
-                        start_method="fork",
-                    )
-            finally:
-                if is_gc_enabled:
-                    gc.enable()
-            assert context is not None
-            while not context.join():
-                pass
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            raise LaunchError(_format_failure(error, spec, Path(folder))) from None
+            context = _start_ranks(functools.partial(function, *args), spec, settings, Path(folder))
+            ranks = context.processes
+            _wait(ranks, lambda: bool(interrupts) or not {rank.exitcode for rank in ranks} <= _NO_FAILURES)
+            codes = [rank.exitcode for rank in ranks]
         finally:
-            # Not the processes of the context: the start of one may fail after others are started.
+            # The start of one may fail after others are started.
             started = [process for process in multiprocessing.active_children() if process not in others]
-            _terminate(started, context.error_files if context else ())
+            _end(
+                context.processes if context else started,
+                interrupts,
+                has_failed=not set(codes) <= _NO_FAILURES,
+            )
+            for file in context.error_files if context else ():
+                Path(file).unlink(missing_ok=True)
             del store
+        records = _read_records(Path(folder))
+        if not set(codes) <= _NO_FAILURES:
+            index = _find_first_failure(codes, records)
+            raise LaunchError(_format_failure(index, codes[index], spec, Path(folder), records))
+        for index, code in enumerate(rank.exitcode for rank in ranks):
+            # Only after an interrupt, which is the exception of the session.
+            if code not in _NO_FAILURES:
+                failure = _format_failure(index, code, spec, Path(folder), records)
+                print_note(f"after the interrupt, {failure.partition(chr(10))[0]}")
+    if interrupts or _INTERRUPTED in codes:
+        # The handler of the session has not raised it, or only ranks were interrupted.
+        raise KeyboardInterrupt
 
 
 @contextmanager
-def _defer_interrupt() -> Iterator[Callable[[], None]]:
-    """Defer an interrupt to the end of the context; a process forked in it calls the function that is yielded."""
-    handler = signal.getsignal(signal.SIGINT)
-    # Signals are handled in the main thread only, and a handler that is not Python's cannot be installed again.
-    if handler is None or threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    received: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+def _defer_interrupts() -> Iterator[list[float]]:
+    """Yield the times of interrupts, which are handled at the end of the context: before, the ranks are ended.
 
-    def resume() -> None:
+    Signals are handled in the main thread only: in another one, and if they are ignored, there are none.
+    """
+    received: list[float] = []
+    if not _handles_interrupts():
+        yield received
+        return
+    handler = signal.signal(signal.SIGINT, lambda *_: received.append(time.monotonic()))
+    try:
+        yield received
+    finally:
         signal.signal(signal.SIGINT, handler)
         if received:
             signal.raise_signal(signal.SIGINT)
 
+
+def _handles_interrupts() -> bool:
+    """Return True if this thread handles interrupts by a handler that Python can install again."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) not in {None, signal.SIG_IGN}
+
+
+def _start_ranks(
+    function: Callable[[], Any], spec: _ProcessGroupSpec, settings: Settings, failures: Path
+) -> ProcessContext:
+    """Fork the ranks of this node."""
+    _end_openmp_threads()
+    is_gc_enabled = gc.isenabled()
+    gc.disable()  # until the forked processes have called `gc.freeze`
+    # An interrupt must not reach a process before it has its own handler.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield resume
+        return start_processes(  # type: ignore[no-any-return, no-untyped-call]
+            _work,
+            args=(function, spec, settings, failures, is_gc_enabled, _handles_interrupts(), mask),
+            nprocs=spec.num_local,
+            join=False,
+            start_method="fork",
+        )
     finally:
-        resume()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if is_gc_enabled:
+            gc.enable()
+
+
+def _end_openmp_threads() -> None:
+    """End the threads that GNU's OpenMP keeps for this thread; it starts them again at the next parallel loop.
+
+    In a fork they would not exist, and its first parallel loop would wait for them. Other OpenMP libraries notice a fork.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(errors="replace").splitlines() if maps.exists() else []
+    for path in {line.split(maxsplit=5)[-1] for line in lines if "/libgomp" in line}:
+        with suppress(OSError, AttributeError):  # AttributeError: before GCC 9
+            ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_SOFT)
 
 
 def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positional arguments
@@ -252,10 +314,21 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     settings: Settings,
     failures: Path,
     is_gc_enabled: bool,
-    resume_interrupts: Callable[[], None],
+    leads_session: bool,
+    mask: set[signal.Signals],
 ) -> None:
     """Run the function in a forked process; a failure is written to a file of `failures` that the parent reads."""
-    resume_interrupts()
+    if leads_session:
+        # Ctrl-C on a terminal and a notebook's interrupt reach the process group: the session passes them on, once, and not
+        # to data-loader workers of the rank.
+        os.setsid()
+    session = multiprocessing.parent_process()
+    assert session is not None
+    _end_with_session(session.pid)
+    # Those of the session may do nothing here, such as that of asyncio.
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
     # workers that this process does not have.
     gc.freeze()
@@ -277,7 +350,6 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
         # A launcher of the parent watches one process: the first.
         os.environ.pop(RANK_FOLDER, None)
     reset_heartbeat()
-    # The threads of the parent's OpenMP are not forked, and waiting for them would hang.
     torch.set_num_threads(1)
     set_current_backend(None)
     # Not stderr, where the stacks of several ranks would mix. Under a high number, which stays unused if the script closes
@@ -286,48 +358,109 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
         limit = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MAX_DESCRIPTORS)
         faulthandler.enable(fcntl.fcntl(crash, fcntl.F_DUPFD_CLOEXEC, limit - 1), all_threads=False)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         function()
-    except Exception as error:  # noqa: BLE001 - any exception is reported
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - any exception is reported
         trace = error.__traceback__
         lines = traceback.format_exception(type(error), error, trace.tb_next if trace else None)
         summary = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
         text = "".join(lines).strip()
         (failures / str(local_rank)).write_bytes(encode_text(f"{time.monotonic_ns()}\n{summary}\n{text}"))
-        sys.exit(1)
+        sys.exit(_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _terminate(processes: Sequence[BaseProcess], files: Sequence[str]) -> None:
-    """Terminate all processes and remove their error files; a second interrupt kills them at once."""
-    try:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-        for process in processes:
-            process.join(_GRACE_S)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for file in files:
-            Path(file).unlink(missing_ok=True)
+def _end_with_session(session: int | None) -> None:
+    """Interrupt this process once the session has ended, and kill it some seconds later.
+
+    The kernel's signal for this, which torch requests, is sent again for each thread of the session, also into `finally:`.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    threading.Thread(target=_watch_session, args=(session,), name="session", daemon=True).start()
+
+
+def _watch_session(session: int | None) -> None:
+    while os.getppid() == session:
+        time.sleep(1)
+    for number in (signal.SIGINT, signal.SIGKILL):
+        os.kill(os.getpid(), number)
+        time.sleep(_GRACE_S)
+
+
+def _wait(ranks: Sequence[BaseProcess], is_over: Callable[[], bool], seconds: float = math.inf) -> None:
+    """Wait until all ranks have ended, until the condition holds, or for some seconds."""
+    deadline = time.monotonic() + seconds
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        if is_over() or time.monotonic() >= deadline:
+            return
+        # Children of a rank may hold its sentinel open after its end.
+        multiprocessing.connection.wait([rank.sentinel for rank in running], _POLL_S)
+
+
+def _end(ranks: Sequence[BaseProcess], interrupts: Sequence[float], *, has_failed: bool) -> None:
+    """End the ranks that still run, after an interrupt of the session with time to save; a second interrupt kills them at once."""
+    began = interrupts[0] if interrupts else time.monotonic()
+    steps = [(signal.SIGTERM, _SHUTDOWN_S)]
+    if interrupts and not has_failed:
+        steps = [(signal.SIGINT, _SHUTDOWN_S), (signal.SIGTERM, _GRACE_S)]
+        print_note(f"interrupted: the processes have {_SHUTDOWN_S} s to exit; a second interrupt kills them")
+
+    def is_interrupted_again() -> bool:
+        return any(at > began + _DUPLICATE_S for at in interrupts)
+
+    for number, seconds in steps:
+        running = [rank for rank in ranks if rank.exitcode is None and not is_interrupted_again()]
+        for rank in running:
+            os.kill(_get_pid(rank), number)
+        _wait(running, is_interrupted_again, seconds)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+        # Its data-loader workers and other children, as far as it leads a session: they might serve it while it saves.
+        if rank.exitcode != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(_get_pid(rank), signal.SIGTERM)
+
+
+def _get_pid(rank: BaseProcess) -> int:
+    assert rank.pid is not None
+    return rank.pid
+
+
+class _Record(NamedTuple):
+    """The failure that a rank has recorded."""
+
+    time: int
+    """In nanoseconds, on the monotonic clock."""
+    summary: str
+    trace: str
+
+
+def _read_records(failures: Path) -> dict[int, _Record]:
+    """Read the failures that ranks have recorded, by local rank."""
+    texts = {int(file.name): file.read_bytes() for file in failures.iterdir() if file.suffix != _CRASH}
+    # A process that is terminated while it writes leaves an empty file.
+    parts = {rank: decode_text(text).split("\n", 2) for rank, text in texts.items() if b"\n" in text}
+    return {rank: _Record(int(time), summary, trace) for rank, (time, summary, trace) in parts.items()}
+
+
+def _find_first_failure(codes: Sequence[int | None], records: Mapping[int, _Record]) -> int:
+    """Return the local rank that failed first: others lost the connection to it."""
+    crashed = [rank for rank, code in enumerate(codes) if code not in _NO_FAILURES and rank not in records]
+    # All have failed within a moment, and a crash is rarely a consequence.
+    return crashed[0] if crashed else min(records, key=lambda rank: records[rank].time)
 
 
 def _format_failure(
-    error: ProcessRaisedException | ProcessExitedException, spec: _ProcessGroupSpec, failures: Path
+    index: int, code: int | None, spec: _ProcessGroupSpec, failures: Path, records: Mapping[int, _Record]
 ) -> str:
-    """Return the message of the process that failed first: others lost the connection to it, or were terminated."""
-    texts = {int(file.name): file.read_bytes() for file in failures.iterdir() if file.suffix != _CRASH}
-    # A process that is terminated while it writes leaves an empty file.
-    recorded = {rank: decode_text(text).split("\n", 1) for rank, text in texts.items() if b"\n" in text}
-    index = error.error_index
-    if index in recorded:
-        index = min(recorded, key=lambda local_rank: int(recorded[local_rank][0]))
+    """Format the failure of a local rank: its exception, or how it was ended."""
     rank = f"rank {spec.node * spec.num_local + index} of {spec.nodes * spec.num_local}"
-    if index in recorded:
-        return f"{rank} failed: {recorded[index][1]}"
-    code = getattr(error, "exit_code", 1)
+    if record := records.get(index):
+        return f"{rank} failed: {record.summary}\n{record.trace}"
+    assert code is not None
     if code < 0:
         reason = f"{rank} was ended by {signal.Signals(-code).name}"
         crash = failures / f"{index}{_CRASH}"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from multiprocessing import popen_fork
+from pathlib import Path
 
 import pytest
 import torch
@@ -235,6 +236,117 @@ def test_an_interrupt_during_start_leaves_no_process(monkeypatch):
     assert not multiprocessing.active_children()
 
 
+def interrupt_session_and_save(folder, after):
+    """Interrupt the session on rank 0, save on each rank, and call a function."""
+    if not is_last_rank():
+        os.kill(os.getppid(), signal.SIGINT)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        time.sleep(0.2)
+        (folder / os.environ["RANK"]).touch()
+        after()
+
+
+def test_an_interrupt_of_the_session_leaves_time_to_save_on_every_rank(tmp_path, capfd):
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(interrupt_session_and_save, (tmp_path, list))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0", "1"]
+    assert capfd.readouterr().err.count("the processes have 30 s to exit") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def interrupt_session_again():
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("after", "seconds", "end"),
+    [
+        (interrupt_session_again, 600, "was ended by SIGKILL"),
+        (lambda: time.sleep(600), 0.5, "was ended by SIGTERM"),
+        (lambda: 1 / 0, 600, "failed: ZeroDivisionError: division by zero"),
+    ],
+    ids=["second-interrupt", "late", "failure"],
+)
+def test_a_rank_that_does_not_end_in_order_after_an_interrupt_is_named(  # noqa: PLR0913, PLR0917 - the fixtures
+    after, seconds, end, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(launchers, "_SHUTDOWN_S", seconds)
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(interrupt_session_and_save, (tmp_path, after))
+    assert f"accel: after the interrupt, rank 1 of 2 {end}\n" in capfd.readouterr().err
+    assert not multiprocessing.active_children()
+
+
+def interrupt_last_rank():
+    if is_last_rank():
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_interrupt_of_a_rank_is_raised():
+    with pytest.raises(KeyboardInterrupt):
+        debug_launcher(interrupt_last_rank)
+
+
+def compute_on_two_threads():
+    signal.alarm(int(limit(60)))  # a parallel loop that waits for the threads of the session would never end
+    torch.set_num_threads(2)
+    torch.sort(torch.randn(1_000_000))
+
+
+def test_ranks_may_use_threads_after_the_session_has_used_its_own():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.sort(torch.randn(1_000_000))
+        debug_launcher(compute_on_two_threads)
+        torch.sort(torch.randn(1_000_000))
+    finally:
+        torch.set_num_threads(before)
+
+
+SESSION = """
+import os, time
+from pathlib import Path
+from accel_runtime import debug_launcher
+
+def work():
+    rank = os.environ["RANK"]
+    Path("up" + rank).write_text(str(os.getpid()))
+    Path("ready" + rank).touch()
+    try:
+        time.sleep(600)
+    finally:
+        time.sleep(0.5)
+        Path("saved" + rank).touch()
+        time.sleep(600 if Path("stay").exists() else 0)
+
+debug_launcher(work)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["interrupt of the group", "kill"])
+def test_ranks_may_save_when_the_session_ends(tmp_path, end):
+    (tmp_path / "cell.py").write_text(SESSION)
+    if end == "kill":
+        (tmp_path / "stay").touch()
+    with Process(
+        [sys.executable, "cell.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2)
+        if end == "kill":
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGINT)
+        process.wait(limit(120))
+        wait_until(lambda: len(list(tmp_path.glob("saved*"))) == 2)
+        for path in tmp_path.glob("up*"):
+            wait_until(lambda path=path: not Path("/proc", path.read_text()).exists(), 60)
+
+
 @pytest.mark.slow
 def test_an_interrupt_ends_all_processes(tmp_path):
     script = tmp_path / "cell.py"
@@ -288,6 +400,8 @@ def test_an_exception_of_a_single_process_is_raised_unchanged():
     [
         ({}, "Invalid num_processes="),
         ({"num_processes": 0}, "Invalid num_processes="),
+        ({"num_processes": "2"}, "Invalid num_processes='2': expected an integer"),
+        ({"num_processes": 2, "num_nodes": "2"}, "num_nodes='2': expected integers"),
         (
             {"num_processes": 2, "num_nodes": 2, "rdzv_backend": "c10d"},
             "rdzv_backend='c10d' is not supported",
@@ -319,7 +433,7 @@ def test_notebook_launcher_accepts_c10d_on_one_node(tmp_path):
 
 
 def test_debug_launcher_needs_at_least_one_process():
-    with pytest.raises(ValueError, match="expected at least 1"):
+    with pytest.raises(ValueError, match="at least 1"):
         debug_launcher(fail_on_last_rank, num_processes=0)
 
 
