@@ -25,6 +25,7 @@ SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "start": measure_start,
     "forked": measure_forked,
     "loop": runtime.measure_loop,
+    "costs": runtime.measure_costs,
     "gather": runtime.measure_gather,
     "handshake": runtime.measure_handshake,
     "dispatch": runtime.measure_dispatch,

@@ -21,6 +21,7 @@ from benchmarks.report import (
 
 __all__ = [
     "count_calls",
+    "measure_costs",
     "measure_dispatch",
     "measure_gather",
     "measure_gradients",
@@ -58,6 +59,40 @@ def measure_loop(bench: Bench) -> Table:
             rows.append((*blocks.to_row(f"{measurement}: {name}"), ratio))
     header = ("", "bare", "library", "added", "library ÷ bare", "added ÷ accel")
     return Table("A training step and a batch, µs", _LOOP_TEXT, header, rows)
+
+
+_COSTS_TEXT = """\
+Milliseconds of calls and loops that are no training step. Of preparations and evaluations it is CPU time of the
+main thread, of the others wall time, which varies more. Bare is, in the same processes and alternating blocks:
+`model.to` for the preparation of a model with its optimizer; a new `DataLoader` for a loader that is prepared
+again, under `accel launch` with the file of the run's description; torch's `DataLoader` with samples that take
+almost no time; `all_reduce` of a copy; a loop over the batches of one process with a model in DDP. accel seeds
+the generators of a worker for each batch."""
+
+
+def measure_costs(bench: Bench) -> Table:
+    """Measure milliseconds of preparation, reduction of large tensors, loading by workers, and evaluation."""
+    script = str(SCRIPTS / "costs.py")
+    single = bench.commands(script)
+    single["accel launch"] = bench.command(
+        f"{bench.accel}/accel", "launch", "--quiet", script, "accel_runtime"
+    )
+    rows = []
+    for count, programs in (
+        (1, single),
+        *(
+            (
+                count,
+                bench.commands("--standalone", "--nproc-per-node", f"{count}", script, program="torchrun"),
+            )
+            for count in (2, 8)
+        ),
+    ):
+        for measurement, by_library in merge_blocks(run_interleaved(programs, bench.half)).items():
+            for name, blocks in by_library.items():
+                rows.append(blocks.to_row(f"{count} process{'es' * (count > 1)}, {measurement}: {name}"))
+    header = ("", "bare", "library", "added", "library ÷ bare")
+    return Table("Preparation, reduction, workers and evaluation", _COSTS_TEXT, header, rows)
 
 
 _EXCHANGES_HEADER = ("", "bare", "library", "added", "library ÷ bare", "library ÷ accel", "the ratio ÷ accel")
