@@ -59,6 +59,10 @@ _COMMUNICATION = re.compile(
 _WORKER_LOST = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (\d+(?:, \d+)*)\) (?:is killed by signal: Killed|exited unexpectedly)"
 )
+_WORKER_NOT_KILLED = re.compile(
+    r"DataLoader worker \(pid \d+\) (?:exited unexpectedly with exit code|is killed by signal: (?!Killed))"
+)
+"""The end of a worker as torch's handler of SIGCHLD names it; the error of the loader follows, which does not."""
 _CHILD_KILLED = re.compile(r"died with <Signals\.SIGKILL|terminated with signal SIGKILL|\bexit ?code:? -9\b")
 """In the messages of subprocess, torch.multiprocessing and concurrent programs about a child process."""
 _CODES_OF_SIGKILL = frozenset({128 + signal.SIGKILL, 256 - signal.SIGKILL})
@@ -152,7 +156,9 @@ class Failure:
 
     @property
     def lost_workers(self) -> tuple[int, ...]:
-        """The process ids of data-loader workers whose end caused this failure."""
+        """The process ids of data-loader workers whose end caused this failure, if the kernel may have killed them."""
+        if any(_WORKER_NOT_KILLED.search(link.text) for link in self.chain):
+            return ()
         matches = (_WORKER_LOST.search(link.text) for link in self.chain)
         return next((tuple(map(int, match[1].split(", "))) for match in matches if match), ())
 

@@ -49,6 +49,27 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code (?!0)"),
+        (
+            "the data-loader worker ended itself: the dataset, collate_fn or a library in it called sys.exit() or os._exit(). Run it "
+            "with num_workers=0, where the line is in the traceback or in that of a debugger"
+        ),
+    ),
+    (
+        re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: (Segm|Abort|Illegal|Floating)"),
+        (
+            "a library crashed in the data-loader worker. Run it with num_workers=0, so that the failure report has the Python stack "
+            "of the crash"
+        ),
+    ),
+    (
+        re.compile(r"EOFError: EOF when reading a line"),
+        (
+            "standard input is at its end. Of several processes, only rank 0 has it: read it there, and pass it on with "
+            "broadcast_object_list()"
+        ),
+    ),
+    (
         re.compile(r"initialize the default process group twice"),
         (
             "the first Accelerator() or PartialState() connects the processes, unless they are connected already. Remove "

@@ -151,6 +151,24 @@ def test_data_loader_workers_that_the_kernel_may_have_killed_are_recognized(text
 
 
 @pytest.mark.parametrize(
+    ("end", "hint"),
+    [
+        ("exited unexpectedly with exit code 1. Details are lost", "ended itself"),
+        ("is killed by signal: Segmentation fault. ", "a library crashed"),
+        ("is killed by signal: Killed. ", "often for lack of memory"),
+    ],
+)
+def test_the_hint_about_a_data_loader_worker_follows_from_its_end(end, hint):
+    texts = [
+        "RuntimeError: DataLoader worker (pid(s) 4711) exited unexpectedly",
+        f"RuntimeError: DataLoader worker (pid 4711) {end}",
+    ]
+    chain = tuple(ExceptionInfo("builtins.RuntimeError", text) for text in texts)
+    failed = Failure(0, "box", 7, 1, 1.0, chain=chain)
+    assert hint in failures._find_hint(failed)
+
+
+@pytest.mark.parametrize(
     ("exitcode", "text", "lost"),
     [
         (247, "", True), (137, "", True), (1, "", False), (9, "", False),
