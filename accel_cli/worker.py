@@ -36,6 +36,7 @@ from typing import Any
 
 __all__ = [
     "EXIT_FILE",
+    "NOTE_FILE",
     "PYTHON_MODULES",
     "REPLICA_COUNT_FILE",
     "STACKS_FILE",
@@ -43,6 +44,7 @@ __all__ = [
     "THREAD_FILE",
     "ExceptHook",
     "connect_output",
+    "disconnect_input",
     "execute",
     "find_shadowed",
     "get_import_folder",
@@ -61,6 +63,8 @@ __all__ = [
     "write_record",
 ]
 
+NOTE_FILE = "note"
+"""The file of an attempt with a note of a rank that is not shown, for the screen."""
 STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 8
 """The signal at which a process writes its stacks; scripts, torch and schedulers do not use it."""
 STACKS_FILE = "stacks"
@@ -92,6 +96,9 @@ def main(arguments: list[str]) -> None:
     folder = os.path.dirname(error_file) if error_file else None  # noqa: PTH120 - `connect_output` takes text
     if folder:
         connect_output(folder)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        disconnect_input()
     kind, *sys.argv = arguments
     if kind == "program":
         _exec_program(sys.argv)
@@ -111,6 +118,10 @@ def main(arguments: list[str]) -> None:
         wait_at_group_end()
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
+    if folder and rank != "0":
+        from accel_runtime.environment.debuggers import skip_debuggers  # noqa: PLC0415 - rank 0 need not import it
+
+        skip_debuggers(lambda place: _report_debugger(folder, rank, place))
     # Registered before the script's own functions, so that it runs after them.
     atexit.register(wait_for_collectives)
     prepare_script(kind)
@@ -134,7 +145,7 @@ def wait_for_collectives() -> None:
 
 
 def set_stream(name: str, stream: TextIOWrapper) -> None:
-    """Set `sys.stdout` or `sys.stderr`."""
+    """Set `sys.stdin`, `sys.stdout` or `sys.stderr`."""
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
@@ -159,6 +170,27 @@ def connect_output(folder: str, set_stream: Callable[[str, TextIOWrapper], None]
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError):
             faulthandler.enable(_open_at_high_descriptor(f"{folder}/fault.log"))
+
+
+def disconnect_input() -> None:
+    """Give this process an empty standard input: that of the launcher belongs to rank 0."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    if before := sys.stdin:  # None: the launcher was started with the stream closed
+        set_stream("stdin", open(0, encoding=before.encoding, errors=before.errors, closefd=False))  # noqa: SIM115 - until the end
+
+
+def _report_debugger(folder: str, rank: str, place: str) -> None:
+    """Print that a debugger did not stop; if this rank is not shown, its launcher prints the note of the first one."""
+    text = (
+        f"rank {rank} did not stop in the debugger{place}: standard input belongs to rank 0. Stop there (`if "
+        "accelerator.is_main_process: breakpoint()`), or attach a debugger to each process through a port (debugpy)."
+    )
+    sys.stderr.write(f"accel: {text}\n")
+    if stat.S_ISREG(os.fstat(2).st_mode):
+        with contextlib.suppress(OSError), Path(folder).with_name(NOTE_FILE).open("x") as file:
+            file.write(text)
 
 
 def _reopen_stream(name: str, number: int) -> TextIOWrapper | None:

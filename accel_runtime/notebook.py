@@ -34,6 +34,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from accel_runtime.backends import set_current_backend
 from accel_runtime.compat.environment import patch_environment
+from accel_runtime.environment.debuggers import skip_debuggers
 from accel_runtime.environment.heartbeat import reset_heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.environment.text import decode_text, encode_text, print_note
@@ -329,6 +330,14 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # multiprocessing has replaced the first only.
+    vars(sys)["__stdin__"] = sys.stdin
+    skip_debuggers(
+        lambda place: print_note(
+            f"rank {os.environ['RANK']} did not stop in the debugger{place}: launched processes have no standard input. Call "
+            "notebook_launcher(..., num_processes=1), which runs the function in the session itself."
+        )
+    )
     # Garbage of the parent must not be collected here: a process group or a loader in it would wait for threads or
     # workers that this process does not have.
     gc.freeze()

@@ -49,7 +49,9 @@ from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartRe
 from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
+from accel_cli.runs.run_files import read_text
 from accel_cli.runs.speed import RankSpeed, describe_global_batch, describe_slow_rank, describe_throughput
+from accel_cli.worker import NOTE_FILE
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.collective_trace import REQUEST_FILE
 
@@ -112,6 +114,7 @@ class ElasticAgent(LocalElasticAgent):
         self._awaits_description = not context.is_quiet
         # Unlike torch's number of restarts, it is the same on all nodes and counts changes of membership.
         self._attempt, self._started = -1, time.monotonic()
+        self._noted_attempt = -1
         # The first node's value becomes that of all nodes.
         launch_id = uuid.uuid4().hex[:12]
         key = self._bootstrap.get_key("launch")
@@ -371,6 +374,7 @@ class ElasticAgent(LocalElasticAgent):
         context.guard.watch(context.orphans.update(context.signals.workers))
         result: RunResult = super()._monitor_workers(worker_group)
         self._update_exits()
+        self._print_note()
         if result.failures:
             self._restart_reason = self._build_restart_reason(result)
         elif result.state is WorkerState.SUCCEEDED:
@@ -658,6 +662,15 @@ class ElasticAgent(LocalElasticAgent):
             return self._nodes.describe_departed(heartbeats) if self._nodes else ""
         except (RendezvousError, DistError):
             return self._bootstrap.format_lost_store()
+
+    def _print_note(self) -> None:
+        """Print the note that a rank of this attempt has left, once."""
+        if self._attempt > self._noted_attempt and (
+            text := read_text(self._run_context.folder.get_attempt(self._attempt) / NOTE_FILE)
+        ):
+            self._noted_attempt = self._attempt
+            self._end_line()
+            console.note(text)
 
     def _end_line(self) -> None:
         if self._outputs:

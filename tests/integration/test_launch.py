@@ -350,6 +350,35 @@ def test_a_line_is_shown_as_soon_as_it_is_printed(script):
         assert process.wait(timeout=limit(200)) == 0
 
 
+READS = """
+import os, subprocess, sys
+rank = os.environ["RANK"]
+if rank == "0":
+    first = input()
+    print(first, sys.stdin.read().split(), sys.stdin is sys.__stdin__)
+else:
+    breakpoint()
+    print(repr(sys.stdin.read()), subprocess.run(["cat"], capture_output=True).stdout)
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("exec", marks=pytest.mark.slow)])
+def test_standard_input_belongs_to_rank_0_and_debuggers_of_other_ranks_continue(accel, script, method):
+    script(READS)
+    Path("lines").write_text("a\nb\nc\n")
+    options = ("-q", "--set", f"launcher.start_method={method}", "--nproc-per-node", 3, "--log-dir", "logs")
+    with Path("lines").open() as lines:
+        result = accel("launch", *options, "train.py", stdin=lines)
+    assert (result.stdout, result.returncode) == ("a ['b', 'c'] True\n", 0)
+    assert (
+        len(re.findall(r"accel: rank [12] did not stop in the debugger at train.py:9: ", result.stderr)) == 1
+    )
+    logs = [
+        log.read_text() for rank in (1, 2) for log in Path("logs").glob(f"*/attempt_0/rank_{rank}/output.log")
+    ]
+    assert [log.splitlines()[-1] for log in logs] == ["'' b''"] * 2
+
+
 @pytest.mark.slow
 def test_two_nodes_join_by_the_same_command(accel, script, tmp_path, port):
     """Both agents run here, on loopback, as two machines would."""

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import pdb  # noqa: T100 - the subject
 import signal
 import subprocess
 import sys
@@ -288,6 +289,17 @@ def interrupt_last_rank():
 def test_the_interrupt_of_a_rank_is_raised():
     with pytest.raises(KeyboardInterrupt):
         debug_launcher(interrupt_last_rank)
+
+
+def stop_in_debugger(folder):
+    pdb.Pdb().set_trace()  # pytest replaces breakpoint()
+    (folder / os.environ["RANK"]).touch()
+
+
+def test_a_debugger_in_a_rank_names_the_way_to_debug_and_continues(tmp_path, capfd):
+    debug_launcher(stop_in_debugger, (tmp_path,))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert capfd.readouterr().err.count("Call notebook_launcher(..., num_processes=1)") == 2
 
 
 def compute_on_two_threads():
