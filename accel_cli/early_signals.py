@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = ["block_signals", "exit_on_signals", "raise_on_ctrl_c"]
 
@@ -32,6 +34,11 @@ def raise_on_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def block_signals() -> None:
-    """Block the signals until `exit_on_signals`, in the program that replaces this one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Block the signals until `exit_on_signals` in the program that replaces this one, or until that has failed."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -78,10 +78,10 @@ def exec_fork_server(plan: Plan) -> int:
         raise AccelError(f"the plan cannot be passed on: {explain_os_error(error)}") from error
     os.set_inheritable(plan_fd, True)
     python, main = plan.argv[0], str(Path(__file__).with_name("forkserver_main.py"))
-    early_signals.block_signals()
     try:
-        # The command line follows, so that lists of processes show the script.
-        os.execve(python, [python, main, str(plan_fd), *sys.argv[1:]], {**os.environ, **plan.env})
+        with early_signals.block_signals():
+            # The command line follows, so that lists of processes show the script.
+            os.execve(python, [python, main, str(plan_fd), *sys.argv[1:]], {**os.environ, **plan.env})
     except OSError as error:
         raise UsageError(f"{python} cannot be executed: {error.strerror}") from error
 

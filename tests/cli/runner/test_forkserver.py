@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -126,6 +127,9 @@ def test_the_new_interpreter_gets_the_start_of_the_command_and_the_plan(monkeypa
     with os.fdopen(passed[0]) as file:
         assert float(file.readline()) == accel_cli.STARTED
         assert Plan.from_json(file.read()) == plan
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), (
+        "signals are blocked for the new interpreter only"
+    )
 
 
 @pytest.mark.parametrize(
