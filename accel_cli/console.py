@@ -317,15 +317,22 @@ def _escape(text: str, *, keep_lines: bool = True) -> str:
     return escape_controls(text, keep_lines=keep_lines)
 
 
+_BORDER = 6
+"""Columns beside the title of a panel."""
+
+
 def _print_panel(title: str, body: Sequence[str], cause: str) -> None:
     from rich.console import Console  # noqa: PLC0415 - as above
     from rich.panel import Panel  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
+    console, heading = Console(stderr=True), Text(_escape(title))
     text = Text(_escape("\n".join(body)), overflow="fold")
     text.append(_escape(cause), style="bold red")
-    panel = Panel(text, title=Text(_escape(title)), title_align="left", border_style="red")
-    Console(stderr=True).print(panel)
+    # rich cuts a title that is longer than its line.
+    is_long = heading.cell_len > console.width - _BORDER
+    text = Text("\n\n").join([heading, text]) if is_long else text
+    console.print(Panel(text, title=None if is_long else heading, title_align="left", border_style="red"))
 
 
 _SECRET = re.compile(

@@ -13,7 +13,7 @@ import click
 
 from accel_cli import console
 from accel_cli.commands.command import Group
-from accel_cli.commands.completion import install_completion, show_completion
+from accel_cli.commands.completion import install_completion, prepare_bash, show_completion
 from accel_cli.commands.options import option
 from accel_cli.errors import AccelError, explain_os_error, explain_process_limit
 from accel_cli.launchers import Registry
@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         _open_missing_streams()
         _escape_unencodable_characters()
         _reset_sigchld()
+        prepare_bash()
         code = accel.main(arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # another package's command may return a value
     except (KeyboardInterrupt, click.Abort):

@@ -20,7 +20,9 @@ __all__ = [
     "complete_files",
     "complete_keys",
     "complete_profile_names",
+    "complete_runs",
     "install_completion",
+    "prepare_bash",
     "show_completion",
 ]
 
@@ -55,8 +57,23 @@ def complete_keys(
 def complete_assignments(
     _ctx: click.Context, _param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
-    """Return the keys of a profile that start with a text, each with `=`."""
-    return complete_keys(_ctx, _param, incomplete, "=")
+    """Return the keys of a profile that start with a text, each with `=`; after a key and `=`, its values."""
+    from click.shell_completion import CompletionItem
+
+    from accel_cli.profile.schema import list_values
+
+    key, assigned, text = incomplete.partition("=")
+    if not assigned:
+        return complete_keys(_ctx, _param, incomplete, "=")
+    return [CompletionItem(f"{key}={value}") for value in list_values(key) if value.startswith(text)]
+
+
+def complete_runs(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    """Return the ids of runs that start with a text, the newest first."""
+    from accel_cli.runs.run_dir import find_recent_runs, get_log_home
+
+    runs = find_recent_runs(get_log_home(os.environ, ctx.params.get("log_dir")))
+    return [run.path.name for run in runs if run.path.name.startswith(incomplete)]
 
 
 def complete_checkpoints(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
@@ -123,6 +140,31 @@ def _render_script(command: click.Command) -> tuple[str, str]:
 
 
 _SHELLS = ("bash", "zsh", "fish")
+
+
+def prepare_bash() -> None:
+    """Make completion in bash join the parts of `KEY=VALUE`, which are three words for its function."""
+    if os.environ.get("_ACCEL_COMPLETE") != "bash_complete":
+        return
+    from click.shell_completion import BashComplete, add_completion_class
+
+    class Bash(BashComplete):
+        joined = False
+
+        def get_completion_args(self) -> tuple[list[str], str]:
+            args, incomplete = super().get_completion_args()
+            words: list[str] = []
+            for word in (*args, incomplete):
+                self.joined = bool(words) and (word == "=" or words[-1].endswith("="))
+                words[-1:] = [words[-1] + word] if self.joined else [*words[-1:], word]
+            return words[:-1], words[-1]
+
+        def format_completion(self, item: CompletionItem) -> str:
+            # bash replaces the part behind the last `=`.
+            value = item.value.rpartition("=")[2] if self.joined else item.value
+            return f"{item.type},{value}"
+
+    add_completion_class(Bash)
 
 
 def _add_line(file: Path, line: str) -> None:

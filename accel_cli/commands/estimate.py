@@ -13,7 +13,7 @@ import click
 
 from accel_cli import console
 from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files, complete_profile_names
+from accel_cli.commands.completion import complete_files, complete_profile_names, complete_runs
 from accel_cli.commands.options import IntRange, argument, declare, option, pass_options
 from accel_cli.errors import AccelError, UsageError
 
@@ -147,6 +147,7 @@ class EstimateRequest:
     "--run",
     "run_name",
     metavar="RUN",
+    shell_complete=complete_runs,
     help="Compare with the memory of this run of accel launch: an id, or the name of a script.",
 )
 @option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -12,7 +12,7 @@ import click
 
 from accel_cli import console
 from accel_cli.commands.command import Group
-from accel_cli.commands.completion import complete_files, complete_profile_names
+from accel_cli.commands.completion import complete_assignments, complete_files, complete_profile_names
 from accel_cli.commands.options import argument, declare, option, pass_options
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Service:
     )
     assignments: Sequence[str] = declare(
         option, "--set", "assignments", default=(), multiple=True, metavar="KEY=VALUE",
-        help="Override one value of the profile; can be repeated.",
+        help="Override one value of the profile; can be repeated.", shell_complete=complete_assignments,
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def logs(context: click.Context, service: Service, job_id: str, follow: bool) ->
 @_job_id
 @pass_options(Service)
 def stop(service: Service, job_id: str) -> None:
-    """Stop a job. Its processes receive SIGTERM and have some time to save."""
+    """Stop a job. Where the service gives them time, its processes receive SIGTERM and can save."""
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
         if job.finished:

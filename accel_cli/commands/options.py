@@ -10,7 +10,7 @@ from typing import Any
 import click
 from typing_extensions import override
 
-from accel_cli.commands.completion import complete_files, complete_profile_names
+from accel_cli.commands.completion import complete_assignments, complete_files, complete_profile_names
 from accel_cli.planning.options import LaunchOption
 
 __all__ = [
@@ -138,6 +138,7 @@ def build_option(declared: LaunchOption, heading: str = "") -> click.Option:
         return Option(names, help=declared.help, heading=heading, is_flag=True)
     completions = {
         "profile": complete_profile_names,
+        "set": complete_assignments,
         **dict.fromkeys(("config_file", "log_dir", "hostfile"), complete_files),
     }
     return Option(

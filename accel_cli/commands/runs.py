@@ -11,7 +11,7 @@ import click
 
 from accel_cli import console
 from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files
+from accel_cli.commands.completion import complete_files, complete_runs
 from accel_cli.commands.options import IntRange, argument, option, parse_integer
 from accel_cli.errors import UsageError
 
@@ -46,6 +46,7 @@ def find_log_home(log_dir: str | None) -> Path:
     "run",
     metavar="RUN",
     required=False,
+    shell_complete=complete_runs,
     help="Print the log of this run of accel runs: its id, the beginning of it, or a script; by default the last "
     "that kept output.",
 )
@@ -170,6 +171,7 @@ def _format_time(started: float) -> str:
     "run",
     metavar="RUN",
     required=False,
+    shell_complete=complete_runs,
     help="Show this run of accel runs: its id, the beginning of it, or a script; by default the newest that is "
     "in progress.",
 )

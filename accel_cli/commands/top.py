@@ -11,6 +11,7 @@ import click
 
 from accel_cli import console
 from accel_cli.commands.command import Command
+from accel_cli.commands.completion import complete_runs
 from accel_cli.commands.jobs import Service, has_service, open_jobs
 from accel_cli.commands.options import argument, option, pass_options
 from accel_cli.commands.runs import find_log_home, log_dir_option
@@ -31,6 +32,7 @@ _COLUMNS = 120
     "name",
     metavar="RUN",
     required=False,
+    shell_complete=complete_runs,
     help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
     "default the newest run in progress.",
 )

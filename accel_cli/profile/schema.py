@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +15,7 @@ from pydantic import (
     GetJsonSchemaHandler,
     SerializeAsAny,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from accel_cli.launchers import LAUNCHERS
@@ -247,16 +248,39 @@ def json_schema() -> dict[str, Any]:
 def known_keys(kind: str | None = None) -> dict[str, str]:
     """Return the description of each dotted key that a profile may have, with all launchers or with one kind."""
     keys = {} if kind else {"launcher.kind": f"Launcher that starts the processes: {', '.join(LAUNCHERS)}."}
-    for launcher in [LAUNCHERS[kind]] if kind else LAUNCHERS.values():
-        for name, field in launcher.model_fields.items():
-            keys.setdefault(f"launcher.{name}", field.description or "")
+    for key, field in _list_fields([LAUNCHERS[kind]] if kind else LAUNCHERS.values()):
+        keys.setdefault(key, field.description or "")
+    return keys
+
+
+def list_values(key: str) -> list[str]:
+    """Return the values of a dotted key that have a name, with all launchers: `no`, `bf16`, `true`, `auto`, ..."""
+    annotations = [field.annotation for name, field in _list_fields(LAUNCHERS.values()) if name == key]
+    names = {value for annotation in annotations for value in _list_names(annotation)}
+    return sorted(LAUNCHERS) if key == "launcher.kind" else sorted(names)
+
+
+def _list_fields(launchers: Iterable[type[Launcher]]) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted keys of a profile with their fields."""
+    for launcher in launchers:
+        yield from ((f"launcher.{name}", field) for name, field in launcher.model_fields.items())
     for name, field in Profile.model_fields.items():
         if name in SETTINGS_SECTIONS:
             inner = SETTINGS_SECTIONS[name].model_fields.items()
-            keys |= {f"{name}.{key}": each.description or "" for key, each in inner}
+            yield from ((f"{name}.{key}", each) for key, each in inner)
         elif name not in {"launcher", "schema_version"}:
-            keys[name] = field.description or ""
-    return keys
+            yield name, field
+
+
+def _list_names(annotation: Any) -> Iterator[str]:
+    """Yield the names among the values of a type."""
+    if annotation is bool:
+        yield from ("true", "false")
+    for part in get_args(annotation):
+        if get_origin(annotation) is not Literal:
+            yield from _list_names(part)
+        elif isinstance(part, str):
+            yield part
 
 
 def describe(kind: str) -> dict[str, str]:

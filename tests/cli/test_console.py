@@ -91,3 +91,12 @@ def test_an_error_that_names_a_command_says_how_to_run_it_if_accel_is_not_on_pat
         done.stderr.count(f"accel is not on PATH: run {format_python()} -m accel_cli in its place") == hints
     )
     assert "not on PATH" not in call_accel(capfd, "launch", "missing.py").stderr
+
+
+def test_the_title_of_a_failure_that_is_longer_than_the_terminal_is_not_cut(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    console.print_failure("rank 13 (local rank 5) on a-node.example.com, PID 1234", ["  File"], "ValueError")
+    printed = capsys.readouterr().err
+    assert "…" not in printed
+    assert "PID 1234 failed" in " ".join(printed.replace("│", " ").split())

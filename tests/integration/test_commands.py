@@ -81,6 +81,26 @@ def test_the_shell_completes_commands_profiles_and_keys(typed):
     assert complete("accel launch --profile ") == ["plain,gpu-box"]
     assert complete("accel launch --cpu ") == ["file,"]
     assert "plain,mixed_precision=" in complete("accel config set ")
+    assert "plain,mixed_precision=" in complete("accel launch --set ")
+
+
+@pytest.mark.parametrize(
+    ("words", "completions"),
+    [
+        (["accel", "config", "set", "mixed_precision", "="], ["bf16", "fp16", "no"]),
+        (["accel", "launch", "--set", "mixed_precision", "=", "b"], ["bf16"]),
+        (["accel", "launch", "--set", "=", "resume", "=", "t"], ["true"]),
+        (["accel", "config", "set", "device=cpu", "resume=f"], ["resume=false"]),
+        (["accel", "config", "set", "launcher.kind", "=", "torch"], ["torchrun"]),
+        (["accel", "stacks", "2026"], ["20260102-030405-train-7"]),
+    ],
+)
+def test_the_shell_completes_values_and_runs(typed, home, words, completions):
+    (home / "runs" / "20260102-030405-train-7").mkdir(parents=True)
+    (home / "runs" / "20260102-030405-train-7" / "run.json").write_text('{"started": 1}')
+    completing = {"_ACCEL_COMPLETE": "bash_complete", "COMP_WORDS": "\n".join(words)}
+    environ = {**os.environ, **completing, "COMP_CWORD": str(len(words) - 1)}
+    assert typed(env=environ).stdout.split() == [f"plain,{value}" for value in completions]
 
 
 @pytest.mark.parametrize(

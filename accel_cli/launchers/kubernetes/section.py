@@ -73,7 +73,7 @@ class KubernetesSection(job_launcher.JobLauncher):
         Field(description="Container image with torch, accel and what the script needs; always needed."),
         Question(
             "Which image?",
-            suggest=lambda *_: "accel:cuda",
+            suggest=lambda *_: "registry.example.com/team/accel:cuda",
             hint="with torch, accel and the script's packages",
         ),
     ] = None
