@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sections import Answers, Section
-from accel_cli.planning.machine import Machine
+from accel_cli.planning.machine import Machine, check_has_files
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, find_nodes
 from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
@@ -253,6 +253,7 @@ class Launcher(Section):
 
 def build_rank_command(spec: LaunchSpec, file: str = "worker.py", *options: str) -> tuple[str, ...]:
     """Return the command of a process: a file of accel that runs the target, and records progress and failures."""
+    check_has_files("start processes")
     # By path: `-m` would put the current folder before the standard library while the file loads.
     path = Path(accel_cli.__file__).parent / file
     return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)

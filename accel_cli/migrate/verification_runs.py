@@ -17,6 +17,7 @@ from pathlib import Path
 
 from accel_cli.migrate.scratch_copy import copy_folder, link_siblings
 from accel_cli.migrate.step_records import RunConfig, RunEnd, StepRecord, read_records
+from accel_cli.planning.machine import check_has_files
 from accel_cli.planning.network import bind_free_port, find_loopback_address
 from accel_runtime.environment.settings import PREFIX
 
@@ -120,6 +121,7 @@ class RunResult:
 
 def run_trial(trial: Trial, run: Run) -> RunResult:
     """Run the script in a new copy of the user's folder, and return the records; no process is left."""
+    check_has_files("run the script")
     folder = trial.scratch / run.name
     tree, results = folder / "tree", folder / "results"
     copy = tree / (trial.root.name or "root")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from accel_cli.errors import explain_torch_error
+from accel_cli.errors import UsageError, explain_torch_error
 from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.installation import format_install, format_new_environment
 from accel_runtime.environment.text import decode_text
@@ -20,6 +20,7 @@ __all__ = [
     "Machine",
     "Packages",
     "Tpu",
+    "check_has_files",
     "detect",
     "detect_packages",
     "detect_quickly",
@@ -27,6 +28,7 @@ __all__ = [
     "detect_without_torch",
 ]
 
+_ACCEL = Path(__file__).parents[1]
 _PROBE_TIMEOUT_S = 120
 _METADATA_TIMEOUT_S = 2.0
 """Short, since the metadata server runs on the host of the virtual machine."""
@@ -43,6 +45,19 @@ _TPU_NAMES: Mapping[str, str] = {
     "0x0076": "TPU v7x",
 }
 """By PCI device id; Google's network cards and disks have the same vendor id."""
+
+
+def check_has_files(action: str) -> None:
+    """Raise UsageError if accel is in an archive, such as a zipapp, whose files other processes cannot read.
+
+    Args:
+        action: What needs the files, as in "start processes".
+    """
+    if not _ACCEL.is_dir():
+        raise UsageError(
+            f"Cannot {action}: accel is in the archive {_ACCEL.parent}, and its files are needed as files. Install accel with "
+            "pip in the environment of the script."
+        )
 
 
 @dataclass(frozen=True)

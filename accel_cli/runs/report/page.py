@@ -20,6 +20,7 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from accel_cli.planning.machine import check_has_files
 from accel_cli.runs.report.data import EVENT_NAMES, Curve, Event, RunData, format_seconds, format_time
 from accel_cli.runs.report.figures import (
     COLORS,
@@ -63,6 +64,7 @@ class TableRow:
 
 def render_report(runs: Sequence[RunData], *, refresh_s: float | None = None) -> str:
     """Return the page of some runs; with `refresh_s`, it reloads itself at this interval in seconds."""
+    check_has_files("write a report")
     views = _create_views(runs)
     numbers = count()
     script = (_FOLDER / "page.js").read_text(encoding="utf-8")
