@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import stat
 import sys
@@ -11,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from support.log_messages import collect_messages
 from torch import nn
@@ -75,12 +77,13 @@ def prepare_network(accelerator, rate=0.1):
 # Topology --------------------------------------------------------------------------------
 
 
-def test_topology_flags_can_be_read_as_properties_and_called(ranks):
+def test_topology_flags_are_booleans_that_serialisers_write_as_such(ranks):
     def read_topology():
         a = Accelerator()
         flags = [a.is_main_process, a.is_local_main_process, a.is_last_process]
-        assert [bool(flag) for flag in flags] == [flag() for flag in flags]
-        return a.num_processes, a.process_index, a.local_process_index, str(a.device), [f() for f in flags]
+        assert yaml.safe_load(yaml.safe_dump(flags)) == json.loads(json.dumps(flags)) == flags
+        assert [type(flag) for flag in flags] == [bool] * 3
+        return a.num_processes, a.process_index, a.local_process_index, str(a.device), flags
 
     expected = [
         (ranks.size, rank, rank, "cpu", [rank == 0, rank == 0, rank == ranks.size - 1])
