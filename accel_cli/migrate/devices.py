@@ -372,7 +372,8 @@ def _check_device(conversion: Conversion, call: cst.Call) -> None:
     """Report a move to a device that is not understood."""
     script = conversion.script
     name = script.qualified_name(call.func)
-    if name in _DEVICES and "cpu" not in to_code(call) and ("device" in name or "cuda" in to_code(call)):
+    is_chosen = any(script.kind_of(arg.value) == "device" for arg in call.args)
+    if name in _DEVICES and not is_chosen and (name.endswith("device") or "cuda" in to_code(call)):
         conversion.finding(
             call,
             "The default device is the same for all processes. After the Accelerator is created, write torch.set_default_device(accelerator.device).",

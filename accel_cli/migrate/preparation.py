@@ -275,9 +275,11 @@ def prepare_objects(conversion: Conversion) -> None:
         kinds = set(group.variables.values())
         if not kinds:
             continue
-        if kinds & {"optimizer", "scheduler"} and "model" not in kinds:
+        others = groups.get((loop, is_late, ""))
+        beside = set(others.variables.values()) if others is not None else set()
+        if kinds & {"optimizer", "scheduler"} and "model" not in kinds | beside:
             _check_models(conversion, group)
-        _insert_prepare(conversion, group, groups.get((loop, is_late, "")))
+        _insert_prepare(conversion, group, others)
 
 
 def _find_condition(script: Script, variable: Variable, statements: list[cst.CSTNode]) -> cst.If | None:

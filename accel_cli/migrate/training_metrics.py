@@ -8,7 +8,7 @@ import libcst as cst
 
 from accel_cli.migrate.metrics import ADVICE, accumulates
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 from accel_cli.migrate.wrappers import OF_MODULES
 
 __all__ = ["convert_training_metrics", "find_conditions", "find_samples"]
@@ -255,7 +255,7 @@ def find_conditions(conversion: Conversion) -> None:
             if (
                 isinstance(node, cst.If)
                 and _reads_output(conversion, node.test, known)
-                and _changes_steps(node)
+                and _changes_steps(script, node)
             ):
                 conversion.finding(
                     node,
@@ -281,9 +281,15 @@ def _reads_output(conversion: Conversion, value: cst.CSTNode, known: set[Variabl
     )
 
 
-def _changes_steps(node: cst.If) -> bool:
-    """Return whether the body of a condition leaves a loop, skips the rest of a step, or steps."""
+def _changes_steps(script: Script, node: cst.If) -> bool:
+    """Return whether the body of a condition leaves or continues the loop around it, returns or steps."""
+    loop = script.find_ancestor(node, (cst.For, cst.While))
     return any(
-        isinstance(one, (cst.Break, cst.Return, cst.Continue)) or get_method(one) in {"step", "backward"}
+        (
+            isinstance(one, (cst.Break, cst.Continue))
+            and script.find_ancestor(one, (cst.For, cst.While)) is loop
+        )
+        or isinstance(one, cst.Return)
+        or get_method(one) in {"step", "backward"}
         for one in descendants(node.body)
     )

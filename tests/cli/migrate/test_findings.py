@@ -107,6 +107,8 @@ FOUND = {
     "inputs that the loop changes": (HEAD + LOOP.replace("    loss =", "    x[0] = x[0] + 1\n    loss ="), None),
     "a factor of the loss that the loop changes": ("k = 0.5\n" + HEAD + LOOP.replace("model(x.to(device)).mean()", "model(x.to(device)).mean() * k") + "    k = k + model(x).mean().item()\n", None),
     "a condition of an output of a method": (HEAD + LOOP.replace("    loss.backward()", "    kl = model.measure(x).mean()\n    if kl > 1:\n        break\n    loss.backward()"), "may differ between processes"),
+    "a condition that leaves a loop of its own": (HEAD + LOOP + "    if loss < 1:\n        for one in (1, 2):\n            break\n", None),
+    "a default device of the script": (HEAD + "torch.set_default_device(device)\n" + LOOP, None),
     "a condition of a best value": ("best = 9\n" + HEAD + LOOP + "    if loss < best:\n        best = loss\n", None),
     "a condition of a loss that ends the job": ("import sys\n" + HEAD + LOOP + "    if loss > 9:\n        sys.exit(1)\n", None),
     "a condition of patience": ("patience = 9\n" + HEAD + LOOP + "    if patience == 0:\n        break\n", None),
@@ -202,6 +204,7 @@ MAIN_OF_COMMAND = "def main(device):\n" + "".join(
 )
 COMMAND = "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader\n"
 CONVERTED = {
+    "an optimizer of a tensor that exists under a condition": (HEAD + "if tune:\n    alpha = torch.zeros(1, requires_grad=True)\n    other = torch.optim.SGD([alpha], lr=0.1)\n" + LOOP + "    if tune:\n        other.step()\n", "other = accelerator.prepare(other)"),
     "an optimizer of another package": ("from lion_pytorch import Lion\n" + HEAD.replace("torch.optim.SGD", "Lion") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "an optimizer of another package that a function steps": ("from lion_pytorch import Lion\n" + HEAD.replace("torch.optim.SGD", "Lion") + "def step(one):\n    one.step()\n    one.zero_grad()\n" + LOOP.replace("    optimizer.step()\n    optimizer.zero_grad()\n", "    step(optimizer)\n"), "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
     "a loader of torch_geometric": ("from torch_geometric.loader import NeighborLoader\n" + HEAD.replace("= DataLoader(torch.randn(32, 8)", "= NeighborLoader([1]") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
