@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import os
@@ -205,7 +206,7 @@ class Accelerator(ProcessMethods):
         self._exports = Exports(run)
         options.complete(self.num_processes)
         self._state = AcceleratorState.of(run)
-        _compare_precision(self.mixed_precision, find_accelerator())
+        _compare_precision(self.mixed_precision)
         self._number = register_accelerator(self, self._state)
         for sentence in options.accelerate.idle if self.is_main_process else ():
             _warn_once(sentence)
@@ -1258,14 +1259,18 @@ def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accel
     return DetachedAccelerator(number, settings, state) if accelerator is None else accelerator
 
 
-def _compare_precision(precision: str, other: Accelerator | None) -> None:
+def _compare_precision(precision: str) -> None:
     """Report another number format than that of an earlier `Accelerator`, which Accelerate does not allow."""
-    if other is not None and other.mixed_precision != precision:
+    if getattr(find_accelerator(), "mixed_precision", precision) != precision:
+        # It may be garbage, as after a training in a function.
+        gc.collect()
+    other = getattr(find_accelerator(), "mixed_precision", precision)
+    if other != precision:
         _OPTIONS_LOG.warning(
             "This Accelerator computes with mixed_precision %r, and the one before it with %r. If that is not meant, pass the same "
             "mixed_precision to both, or set it for the launch: accel launch --mixed-precision.",
             precision,
-            other.mixed_precision,
+            other,
         )
 
 

@@ -19,11 +19,11 @@ def run_selfcheck(environ, *, broken=None, on_rank=0):
             raise ValueError(broken)
         return "fine here"
 
-    checks = (*selfcheck.CHECKS, check) if broken else selfcheck.CHECKS
+    checks = (*selfcheck.EXACT_CHECKS, check) if broken else selfcheck.EXACT_CHECKS
     printed, complained = io.StringIO(), io.StringIO()
     with (
         patch.dict(os.environ, environ),
-        patch.object(selfcheck, "CHECKS", checks),
+        patch.object(selfcheck, "EXACT_CHECKS", checks),
         # Tested in `tests/runtime/test_node_check.py`.
         patch.object(selfcheck, "check_nodes", lambda _environ: None),
         contextlib.redirect_stdout(printed),
@@ -57,7 +57,7 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_ranks(ranks):
     results = ranks.run(run_failing_selfcheck)
     assert [status for status, *_ in results] == [1] * ranks.size
     printed = results[0][1]
-    assert printed[-2].startswith("FAILED check: ")
+    assert printed[-3].startswith("FAILED check: ")
     assert printed[-1] == "something does not work here: see above"
     assert [complained for *_, complained in results] == [""] * (ranks.size - 1) + [
         f"rank {ranks.size - 1}: check: ValueError: no light\n"

@@ -44,6 +44,7 @@ def make_state(monkeypatch, capfd):
 @pytest.fixture
 def step(monkeypatch):
     """Return a function that makes a step of an optimizer; global hooks are removed after the test."""
+    monkeypatch.delitem(sys.modules, "accel_runtime.transformers", raising=False)  # imported by another test
     hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
     before = dict(hooks)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
