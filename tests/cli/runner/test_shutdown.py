@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.waits import limit
+from support.waits import limit, wait_until
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel_cli.runner import guard
@@ -53,7 +54,10 @@ def test_the_guard_ends_a_rank_blocked_in_c_that_outlives_its_launcher(rank, tmp
     signals.workers = [rank]
     with GuardProcess(tmp_path, signals) as process:
         process.watch([rank.pid])
-    assert rank.wait(limit(60)) == -signal.SIGKILL
+    status = Path(f"/proc/{rank.pid}/status")
+    wait_until(
+        lambda: not guard.get_start_time(rank.pid), 60, lambda: f"{process._process} {status.read_text()}"
+    )
 
 
 def test_handlers_are_restored_at_the_end_of_a_run():
