@@ -156,7 +156,7 @@ def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:
 
 def _find_remaining(leaders: dict[int, int], mark: bytes) -> list[Process]:
     """Find the processes in the sessions of the leaders, and in sessions that the launcher had no time to report."""
-    running = list_processes()
+    running = [process for process in list_processes() if process.pid != os.getpid()]
     for process in running:
         is_leader = process.pid == process.session
         if is_leader and process.pid not in leaders and _belongs_to_run(process.pid, mark):
