@@ -396,12 +396,12 @@ class ElasticAgent(LocalElasticAgent):
 
     def _report_global_batch(self) -> None:
         """Print once the global batch, if it is not that of the script, when the main process has described the run."""
-        folder = (
-            self._run_context.folder.list_ranks(self._attempt).get(0) if self._awaits_description else None
-        )
-        if folder and folder.description.exists():
+        if not self._awaits_description:
+            return
+        description = self._run_context.folder.get_rank(self._attempt, 0).description
+        if description.exists():
             self._awaits_description = False
-            if batch := describe_global_batch(folder.description):
+            if batch := describe_global_batch(description):
                 self._end_line()
                 console.note(batch)
 

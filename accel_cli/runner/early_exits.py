@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sysconfig
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from accel_cli import console
 from accel_cli.runner.collectives import request_traces
-from accel_cli.runner.stalls import request_stacks
+from accel_cli.runner.stalls import FRAME, format_location, request_idle_stacks
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import read_json
@@ -23,7 +22,6 @@ _SAMPLE_S, _MAX_SAMPLE_S = 30.0, 600.0
 """Seconds between two looks at the ranks that still run: at first, and at most."""
 _MAX_SHOWN = 2
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "<frozen ", f"{sysconfig.get_path('stdlib')}/")
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 _COMMUNICATION = "/torch/distributed/"
 _OWN_WORK = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 """Folders of torch whose functions read and write files, rather than wait for other ranks."""
@@ -126,7 +124,7 @@ class ExitWatch:
     def _find_waits(self, exited: Collection[int]) -> dict[int, _Wait]:
         """Return the collectives in which ranks wait, other than those of groups whose ranks all run."""
         running = {rank: folder for rank, folder in self._folders.items() if rank not in exited}
-        stacks, traces = request_stacks(running), request_traces(running)
+        stacks, traces = request_idle_stacks(running), request_traces(running)
         waits = {}
         for rank, each in stacks.items():
             pending = [trace for trace in traces.get(rank, {}).values() if trace.pending is not None]
@@ -134,10 +132,7 @@ class ExitWatch:
                 continue
             numbers = tuple((trace.ranks, trace.pending) for trace in pending)
             if operation := _find_communication(each.main) or ("a collective" if pending else ""):
-                frames = [
-                    match.group("file", "line", "name") for match in map(_FRAME.search, each.main) if match
-                ]
-                waits[rank] = _Wait(operation, _format_frame(frames[::-1]), numbers)
+                waits[rank] = _Wait(operation, format_location(each.main), numbers)
         return waits
 
 
@@ -153,9 +148,9 @@ class _Wait(NamedTuple):
 def _find_communication(stack: Iterable[str]) -> str:
     """Return the function of torch that communicates, if it is the innermost one of a stack; else an empty text."""
     name = ""
-    for match in filter(None, map(_FRAME.search, stack)):
+    for match in filter(None, map(FRAME.search, stack)):
         if _COMMUNICATION not in match["file"] or any(folder in match["file"] for folder in _OWN_WORK):
             break
         # `wrapper` is that of torch's decorators.
-        name = name if name and match["name"] == "wrapper" else f"{match['name']}()"
+        name = name if name and match["function"] == "wrapper" else f"{match['function']}()"
     return name

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_cli.runner.collectives import find_absent_ranks, has_different_calls, have_collectives_advanced
-from accel_cli.runner.guard import list_processes
+from accel_cli.runner.guard import Process, list_processes
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.run_dir import RankFolder, format_ranks
-from accel_cli.runs.run_files import read_pid
+from accel_cli.runs.run_files import read_pid, read_size
 
 __all__ = ["Judgement", "Observation", "RankObservation", "judge", "observe_ranks"]
 
@@ -52,7 +52,7 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
         "/torch/_dynamo/",
         "/triton/",
     ),
-    "files are transferred": ("/huggingface_hub/", "/http/client.py", "/urllib3/", "/obstore/", "/botocore/"),
+    "files are transferred": ("/huggingface_hub/", "/http/client.py", "/urllib3/", "/botocore/"),
 }
 """Long work that may be silent, and the parts of the frames of the main thread that show it."""
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -114,20 +114,20 @@ def observe_ranks(
     """
     processes = list_processes()
     running = {process.pid for process in processes}
-    sessions: dict[int, list[int]] = {}
+    sessions: dict[int, list[Process]] = {}
     for process in processes:
-        sessions.setdefault(process.session, []).append(process.pid)
+        sessions.setdefault(process.session, []).append(process)
     ranks = {}
     for rank, folder in folders.items():
         pid = read_pid(folder.pid) or 0
-        pids = sessions.get(pid, []) if pid else []
+        members = sessions.get(pid, []) if pid else []
         ranks[rank] = RankObservation(
             stacks.get(rank, ()),
             bool(pid and running) and pid not in running,
             *collectives.get(rank, (0, False)),
-            processor_s=sum(map(_read_processor_time, pids)),
-            transferred=sum(map(_read_transferred, pids)),
-            output=_read_size(folder.output),
+            processor_s=sum(process.processor_ticks for process in members) / _CLOCK_TICKS,
+            transferred=sum(_read_transferred(process.pid) for process in members),
+            output=read_size(folder.output),
         )
     return ranks
 
@@ -199,15 +199,6 @@ def _describe_work(before: Observation, now: Observation, ranks: AbstractSet[int
     return doubts
 
 
-def _read_processor_time(pid: int) -> float:
-    """Return the processor time of a process and of its ended children, in seconds; 0 if it has ended."""
-    with suppress(OSError, ValueError):
-        stat = Path("/proc", str(pid), "stat").read_bytes()
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        return sum(map(int, fields[11:15])) / _CLOCK_TICKS
-    return 0.0
-
-
 def _read_transferred(pid: int) -> int:
     """Return the bytes that a process has read and written, also from caches and pipes; 0 if they cannot be read."""
     with suppress(OSError, ValueError):
@@ -215,10 +206,3 @@ def _read_transferred(pid: int) -> int:
         counts = dict(line.split(": ") for line in lines)
         return int(counts["rchar"]) + int(counts["wchar"])
     return 0
-
-
-def _read_size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0

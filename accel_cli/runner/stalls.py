@@ -15,25 +15,27 @@ from typing import NamedTuple
 from accel_cli import console, worker
 from accel_cli.planning.plan import StallAction
 from accel_cli.runner.collectives import explain_hang, request_traces
-from accel_cli.runner.guard import list_processes, send_signal
+from accel_cli.runner.guard import list_processes, read_process, send_signal
 from accel_cli.runner.hang_evidence import Observation, judge, observe_ranks
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
-from accel_cli.runs.run_files import open_file, read_pid, read_text
+from accel_cli.runs.run_files import open_file, read_pid, read_size, read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text
 
 __all__ = [
+    "FRAME",
     "RankObserver",
     "Stacks",
     "Stall",
     "StallWatch",
     "describe_collectives",
     "explain_no_restart",
+    "format_location",
     "format_stall",
     "read_hang_record",
-    "request_stacks",
+    "request_idle_stacks",
 ]
 
 _SHOWN_FRAMES = 8
@@ -46,7 +48,8 @@ _MIN_PAUSE_S = 2.0
 _MAX_OBSERVATION_S = 20.0
 """The most seconds of an observation: stacks and collectives of this node, three each, and the answers of the others, six."""
 _SHOWN_DOUBTS = 3
-_FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+"""A frame in a stack of faulthandler."""
 _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(env.__file__).parents[1]}/")
 """Text in the frames of libraries; ranks are compared by the frames of the user's code."""
 
@@ -100,7 +103,7 @@ class RankObserver:
             moment: The time of the observation, in seconds.
             with_others: Ask the other nodes too.
         """
-        stacks = request_stacks(self._folders)
+        stacks = request_idle_stacks(self._folders)
         collectives = {rank: (beat.collectives, beat.is_inside) for rank, beat in beats.items() if beat}
         frames = {rank: each.main for rank, each in stacks.items()}
         record = _read_record(self._folders, stacks)
@@ -270,7 +273,7 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
     hang = _explain_hang(_read_record(folders, stacks))
-    return "\n".join([*_format_table(beats), *groups, *request_loader_workers(folders), *hang])
+    return "\n".join([*_format_table(beats), *groups, *describe_loader_workers(folders), *hang])
 
 
 def describe_collectives(
@@ -289,18 +292,14 @@ def describe_collectives(
 
 
 def read_hang_record(folders: Mapping[int, RankFolder]) -> HangRecord:
-    """Request the collectives and the lines of the ranks of this node."""
-    return _read_record(folders, request_stacks(folders))
+    """Request the collectives of the ranks of this node, and the lines of those that do not compute."""
+    return _read_record(folders, request_idle_stacks(folders))
 
 
 def _read_record(
     folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks], failed: int | None = None
 ) -> HangRecord:
-    locations = {
-        rank: _format_place(frames[0])
-        for rank, each in stacks.items()
-        if (frames := _get_user_frames(each.main))
-    }
+    locations = {rank: place for rank, each in stacks.items() if (place := format_location(each.main))}
     return HangRecord(request_traces(folders, failed), locations)
 
 
@@ -309,9 +308,10 @@ def _explain_hang(record: HangRecord) -> list[str]:
     return explain_hang(record.traces, record.locations)
 
 
-def _format_place(frame: str) -> str:
-    """Return a frame of faulthandler as `train.py:12 (main)`."""
-    match = _FRAME.fullmatch(frame)
+def format_location(stack: tuple[str, ...]) -> str:
+    """Return the innermost frame of the user's code in a stack of faulthandler as `train.py:12 (main)`; empty without a stack."""
+    frame = next(iter(_get_user_frames(stack)), "")
+    match = FRAME.fullmatch(frame)
     return f"{Path(match['file']).name}:{match['line']} ({match['function']})" if match else frame
 
 
@@ -333,7 +333,7 @@ def _format_report(
     lines += [_format_stacks(ranks, stacks[ranks[0]], full=False) for ranks in shown]
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
-    lines += request_loader_workers(folders)
+    lines += describe_loader_workers(folders)
     lines += _explain_hang(collect(_read_record(folders, stacks)))
     return "\n".join(lines)
 
@@ -413,7 +413,7 @@ def request_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
 
     Processes that do not handle the signal are left out, since it would end them.
     """
-    offsets = {rank: _get_size(folder.stacks) for rank, folder in folders.items()}
+    offsets = {rank: read_size(folder.stacks) for rank, folder in folders.items()}
     problems = {rank: _send_request(read_pid(folder.pid), folder.stacks) for rank, folder in folders.items()}
     _wait_for_stacks([folder.stacks for rank, folder in folders.items() if not problems[rank]])
     stacks = {}
@@ -423,6 +423,38 @@ def request_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
     return stacks
 
 
+_IDLE_SAMPLE_S = 0.3
+
+
+def request_idle_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
+    """Request the stacks of the ranks that wait for something; those that compute at this moment have none.
+
+    faulthandler reads frames that a computing interpreter is just changing: one of some hundred requests ended a healthy rank
+    with SIGSEGV (CPython 3.11.7, a loop over a generator). A process that waits in the kernel or in C changes no frame.
+    """
+    before = {rank: _read_computing(folder) for rank, folder in folders.items()}
+    time.sleep(_IDLE_SAMPLE_S)
+    now = {rank: _read_computing(folder) for rank, folder in folders.items()}
+    idle = {
+        rank for rank, (is_running, ticks) in now.items() if not is_running and (False, ticks) == before[rank]
+    }
+    stacks = request_stacks({rank: folder for rank, folder in folders.items() if rank in idle})
+    return {rank: stacks.get(rank) or Stacks(problem="it computes") for rank in sorted(folders)}
+
+
+def _read_computing(folder: RankFolder) -> tuple[bool, int]:
+    """Return whether a thread of a rank runs or is ready to run, and the processor time of the rank in ticks."""
+    pid = str(read_pid(folder.pid))
+    process, tasks = read_process(pid), Path("/proc", pid, "task")
+    states = [
+        line.partition(":")[2].strip()
+        for task in (tasks.iterdir() if process else ())
+        for line in read_text(task / "status").splitlines()
+        if line.startswith("State:")
+    ]
+    return any(state.startswith("R") for state in states), process.processor_ticks if process else 0
+
+
 _WORKER_NAME = "pt_data_worker"
 """The name that torch gives to the main thread of a data-loader worker (torch 2.9 and later)."""
 _WORKER_LOOP, _WORKER_FETCH = "/torch/utils/data/_utils/worker.py", "/torch/utils/data/_utils/fetch.py"
@@ -430,14 +462,14 @@ _MAX_WORKERS = 32
 """The most data-loader workers of a rank whose stacks are requested, one after the other."""
 
 
-def request_loader_workers(folders: Mapping[int, RankFolder]) -> list[str]:
-    """Return lines about data-loader workers that load a sample, or do not answer, with their process ids and stacks."""
+def describe_loader_workers(folders: Mapping[int, RankFolder]) -> list[str]:
+    """Describe the data-loader workers that load a sample, or do not answer, with their process ids and stacks."""
     found: defaultdict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     pending = {rank: _list_loader_workers(read_pid(folder.pid)) for rank, folder in folders.items()}
     while any(pending.values()):
         # A rank and its workers have one file, so that they write one after the other.
         asked = {rank: pids.pop(0) for rank, pids in pending.items() if pids}
-        offsets = {rank: _get_size(folders[rank].stacks) for rank in asked}
+        offsets = {rank: read_size(folders[rank].stacks) for rank in asked}
         problems = {rank: _send_request(pid, folders[rank].stacks) for rank, pid in asked.items()}
         _wait_for_stacks([folders[rank].stacks for rank in asked if not problems[rank]])
         for rank, pid in asked.items():
@@ -508,24 +540,17 @@ def _read_status(pid: int | None) -> dict[str, str]:
 
 def _wait_for_stacks(files: list[Path]) -> None:
     """Wait until all files have grown and do not change any more, or until the timeout."""
-    initial = sizes = [_get_size(file) for file in files]
+    initial = sizes = [read_size(file) for file in files]
     now = last_change = time.monotonic()
     deadline = now + _TIMEOUT_S
     while files and now < deadline:
         time.sleep(0.05)
-        now, previous, sizes = time.monotonic(), sizes, [_get_size(file) for file in files]
+        now, previous, sizes = time.monotonic(), sizes, [read_size(file) for file in files]
         if sizes != previous:
             last_change = now
         is_complete = all(size > start for size, start in zip(sizes, initial, strict=True))
         if now - last_change > (_IDLE_S if is_complete else _LONG_IDLE_S):
             return
-
-
-def _get_size(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:

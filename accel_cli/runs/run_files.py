@@ -21,6 +21,7 @@ __all__ = [
     "read_json",
     "read_last_objects",
     "read_pid",
+    "read_size",
     "read_text",
 ]
 
@@ -33,6 +34,14 @@ _MAX_LINE_SIZE = 1 << 20
 _TAIL = 1 << 16
 """The bytes at the end of a file in which the last objects are searched."""
 MAX_PID = 2**31 - 1
+
+
+def read_size(file: Path) -> int:
+    """Return the size of a file in bytes; 0 if it does not exist."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def test_a_healthy_run_without_steps_is_not_restarted(program, script):
     script(f"{TRAINS}\n{PROGRAMS[program]}\nstep()\nprint('done', rank, flush=True)\n")
     done = run_accel(*OPTIONS)
     assert done.returncode == 0, done.stderr
-    assert (done.stdout.count("start"), done.stdout.count("done")) == (2, 2)
+    assert (done.stdout.count("start"), done.stdout.count("done")) == (2, 2), done.stderr
     assert "accel: restart " not in done.stderr
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from support.processes import Process
+from support.waits import wait_until
 
 from accel_cli.runner import stalls
 from accel_cli.runner.collectives import Collective, GroupTrace
@@ -270,3 +274,30 @@ def test_the_time_begins_when_all_ranks_have_begun_their_script(tmp_path):
     watch = build_watch(machine)
     assert watch_for(machine, watch, 1.5 * STARTUP_S - 2) is None
     assert watch_for(machine, watch, 6) is not None
+
+
+def run_rank(folder, code):
+    """Start a process that runs code, as the rank of a folder."""
+    process = Process(
+        [sys.executable, "-c", f"print(flush=True)\n{code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    (folder / "pid").write_text(str(process.pid))
+    return process
+
+
+def test_only_a_rank_that_does_not_compute_is_asked_for_its_stack(tmp_path, monkeypatch):
+    """The signal may end an interpreter that is just changing its frames."""
+    asked = []
+    monkeypatch.setattr(stalls, "request_stacks", lambda folders: asked.extend(folders) or {})
+    folders = {rank: RankFolder(tmp_path / f"rank_{rank}") for rank in RANKS}
+    for folder in folders.values():
+        folder.path.mkdir()
+    with (
+        run_rank(folders[0].path, "input()") as waits,
+        run_rank(folders[1].path, "while True: pass") as computes,
+    ):
+        wait_until(lambda: stalls.request_idle_stacks(folders) and asked)
+        for process in (waits, computes):
+            process.kill()
+    assert set(asked) == {0}
