@@ -52,6 +52,7 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
         "/torch/_dynamo/",
         "/triton/",
     ),
+    "a debugger waits for input": ("/pdb.py", "/bdb.py"),
     "files are transferred": ("/huggingface_hub/", "/http/client.py", "/urllib3/", "/botocore/"),
 }
 """Long work that may be silent, and the parts of the frames of the main thread that show it."""

@@ -127,6 +127,10 @@ HEALTHY = {
     ],
     "an upload": [TRAINS, Work(250, transferred=(10**6, 0), waits=frozenset({1})), TRAINS],
     "a rank that finishes later": [TRAINS, Work(250, ended=frozenset({1}))],
+    "a debugger": [
+        TRAINS,
+        Work(250, stacks=("python3.11/pdb.py in interaction", "train.py:5"), waits=frozenset({1})),
+    ],
     "a compiler": [TRAINS, Work(250, processor=(3, 3)), TRAINS],
     "a slow start": [Work(500, processor=(1, 1)), TRAINS],
     "output at the start": [Work(800, output=(1, 1)), TRAINS],
