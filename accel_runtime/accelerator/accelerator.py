@@ -206,10 +206,30 @@ class Accelerator(ProcessMethods):
         self._exports = Exports(run)
         options.complete(self.num_processes)
         self._state = AcceleratorState.of(run)
-        _compare_precision(self.mixed_precision)
+        self._compare_precision()
         self._number = register_accelerator(self, self._state)
         for sentence in options.accelerate.idle if self.is_main_process else ():
             _warn_once(sentence)
+
+    def _compare_precision(self) -> None:
+        """Report another number format than that of an earlier `Accelerator` of this run, which Accelerate does not allow."""
+        if self._find_other_precision():
+            # It may be garbage, as after a training in a function.
+            gc.collect()
+        if other := self._find_other_precision():
+            _OPTIONS_LOG.warning(
+                "This Accelerator computes with mixed_precision %r, and the one before it with %r. If that is not meant, pass the "
+                "same mixed_precision to both, or set it for the launch: accel launch --mixed-precision.",
+                self.mixed_precision,
+                other,
+            )
+
+    def _find_other_precision(self) -> str:
+        """Return the number format of the `Accelerator` before this one; empty if it is the same, or if there is none."""
+        other: Accelerator | None = find_accelerator()
+        if other is None or other._run.backend is not self._run.backend:  # noqa: SLF001 - of this class
+            return ""
+        return other.mixed_precision if other.mixed_precision != self.mixed_precision else ""
 
     # Preparation -------------------------------------------------------------------------
 
@@ -1257,21 +1277,6 @@ def _unpickle(number: int, settings: Settings, state: AcceleratorState) -> Accel
     """Return the `Accelerator` of this process with the number of the pickled one, else a detached one."""
     accelerator: Accelerator | None = find_accelerator(number)
     return DetachedAccelerator(number, settings, state) if accelerator is None else accelerator
-
-
-def _compare_precision(precision: str) -> None:
-    """Report another number format than that of an earlier `Accelerator`, which Accelerate does not allow."""
-    if getattr(find_accelerator(), "mixed_precision", precision) != precision:
-        # It may be garbage, as after a training in a function.
-        gc.collect()
-    other = getattr(find_accelerator(), "mixed_precision", precision)
-    if other != precision:
-        _OPTIONS_LOG.warning(
-            "This Accelerator computes with mixed_precision %r, and the one before it with %r. If that is not meant, pass the same "
-            "mixed_precision to both, or set it for the launch: accel launch --mixed-precision.",
-            precision,
-            other,
-        )
 
 
 @cache
