@@ -31,8 +31,8 @@ from accel_runtime.accelerator.result_order import check_result_order
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.accelerator.training_steps import PREEMPTION, TrainingSteps
-from accel_runtime.backends import connect, find_accelerator, register_accelerator, tensors
-from accel_runtime.backends.base import Reduction
+from accel_runtime.backends import connect, find_accelerator, known_backend, register_accelerator, tensors
+from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import Checkpoints, RunOrigin
 from accel_runtime.collectives.calls import collective
@@ -183,6 +183,7 @@ class Accelerator(ProcessMethods):
             os.environ,
         )
         topology, group_options = Topology.from_env(os.environ), options.get_kwargs(InitProcessGroupKwargs)
+        before = known_backend()
         self._use_backend(connect(options.settings, topology, group_options))
         self._run = run = Run.build(options, self._backend)
         options.project.place(project_dir)
@@ -206,17 +207,17 @@ class Accelerator(ProcessMethods):
         self._exports = Exports(run)
         options.complete(self.num_processes)
         self._state = AcceleratorState.of(run)
-        self._compare_precision()
+        self._compare_precision(before)
         self._number = register_accelerator(self, self._state)
         for sentence in options.accelerate.idle if self.is_main_process else ():
             _warn_once(sentence)
 
-    def _compare_precision(self) -> None:
-        """Report another number format than that of an earlier `Accelerator` of this run, which Accelerate does not allow."""
-        if self._find_other_precision():
+    def _compare_precision(self, before: Backend | None) -> None:
+        """Report another number format than that of the `Accelerator` of the backend before, which Accelerate does not allow."""
+        if self._find_other_precision(before):
             # It may be garbage, as after a training in a function.
             gc.collect()
-        if other := self._find_other_precision():
+        if other := self._find_other_precision(before):
             _OPTIONS_LOG.warning(
                 "This Accelerator computes with mixed_precision %r, and the one before it with %r. If that is not meant, pass the "
                 "same mixed_precision to both, or set it for the launch: accel launch --mixed-precision.",
@@ -224,10 +225,10 @@ class Accelerator(ProcessMethods):
                 other,
             )
 
-    def _find_other_precision(self) -> str:
-        """Return the number format of the `Accelerator` before this one; empty if it is the same, or if there is none."""
+    def _find_other_precision(self, before: Backend | None) -> str:
+        """Return the number format of the newest living `Accelerator`; empty if it is the same, or of an earlier run."""
         other: Accelerator | None = find_accelerator()
-        if other is None or other._run.backend is not self._run.backend:  # noqa: SLF001 - of this class
+        if other is None or other._run.backend is not before:  # noqa: SLF001 - of this class
             return ""
         return other.mixed_precision if other.mixed_precision != self.mixed_precision else ""
 
