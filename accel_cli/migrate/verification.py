@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from pathlib import Path
 
@@ -355,13 +355,18 @@ def _test_causes(pair: Pair, samples: SampleComparison, part: Part) -> Iterator[
     is_sum = not _is_apart(old.gradients_norm, new.gradients_norm * len(pair.two.ranks), _SUM_TOLERANCE)
     tests = [causes] if causes else []
     tests += [{**causes, SUM: _SUM_REASON}] if causes or is_sum else []
-    found = next((tested for tested in tests if _is_equal_with(pair, tested)), None)
+
+    @cache
+    def is_equal_with(changes: frozenset[str]) -> bool:
+        return _is_equal_with(pair, [change for change in _CHANGES if change in changes])
+
+    found = next((tested for tested in tests if is_equal_with(frozenset(tested))), None)
     if found is None:
         yield "The cause was not found."
         return
     for change in tuple(found):
         others = {one: reason for one, reason in found.items() if one != change}
-        if others and _is_equal_with(pair, others):
+        if others and is_equal_with(frozenset(others)):
             found = others
     yield f"{_start_sentence(_describe_changes(found))}, they are equal."
     yield from found.values()

@@ -474,8 +474,11 @@ def test_steps_are_equal_only_with_equal_losses_and_weights():
 
 def compare(one, two, equal_with=None, failure=""):
     """Return the comparison of two processes with one; runs with the changes `equal_with` are equal, others are not."""
+    folders = set()
 
     def run_again(again):
+        assert again.name not in folders
+        folders.add(again.name)
         is_equal = equal_with is not None and equal_with <= {*again.changes}
         return run(record(1, difference=Difference(0, 0, 0) if is_equal else FAR), ranks=again.world_size)
 
