@@ -108,13 +108,24 @@ def prefetch_batches(
     epoch: EpochProgress,
     build_carrier: Callable[[], Carrier],
 ) -> Iterator[Any]:
-    """Yield the batches of an epoch on the device, fetching and copying one ahead.
+    """Return an iterator over the batches of an epoch on the device, which fetches and copies one ahead.
 
     Batches are fetched in the script's thread, so random numbers are drawn in order. An error in fetching a batch is raised
     after the batch before it.
     """
     ahead = EpochProgress(epoch.epoch)
-    batches, carrier = batches_of(ahead), build_carrier()
+    batches = batches_of(ahead)
+    epoch.read_states_from(lambda _: ahead.state())  # until the first batch
+    return _prefetch(batches, ahead, epoch, build_carrier)
+
+
+def _prefetch(
+    batches: Iterator[Any],
+    ahead: EpochProgress,
+    epoch: EpochProgress,
+    build_carrier: Callable[[], Carrier],
+) -> Iterator[Any]:
+    carrier = build_carrier()
 
     def fetch() -> _PrefetchedBatch | Exception | None:
         try:
@@ -129,19 +140,15 @@ def prefetch_batches(
     try:
         following = fetch()
         if not isinstance(following, _PrefetchedBatch):
-            epoch.read_states_from(_return_state(ahead.state()))  # the start of the epoch
+            epoch.set_state(ahead.state())  # the start of the epoch
         while following is not None:
             if isinstance(following, Exception):
                 raise following
             current, following = following, fetch()
             batch = carrier.take(current.batch)
             epoch.advance(current.step_info)
-            epoch.read_states_from(_return_state(current.source_state))
+            epoch.set_state(current.source_state)
             yield batch
     finally:
         following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection
         carrier.close()
-
-
-def _return_state(state: Any) -> Callable[[StepInfo | None], Any]:
-    return lambda _: state
