@@ -35,11 +35,13 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 __all__ = [
+    "CHILD_STACK_SIGNAL",
     "EXIT_FILE",
     "NOTE_FILE",
     "PYTHON_MODULES",
     "REPLICA_COUNT_FILE",
     "STACKS_FILE",
+    "STACK_REQUEST_FILE",
     "STACK_SIGNAL",
     "THREAD_FILE",
     "ExceptHook",
@@ -55,8 +57,8 @@ __all__ = [
     "prepare_script",
     "print_exception",
     "record_failure",
-    "register_stack_signal",
     "run_script",
+    "serve_stacks",
     "set_main",
     "set_stream",
     "strip_frames",
@@ -65,8 +67,10 @@ __all__ = [
 
 NOTE_FILE = "note"
 """The file of an attempt with a note of a rank that is not shown, for the screen."""
-STACK_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 8
-"""The signal at which a process writes its stacks; scripts, torch and schedulers do not use it."""
+STACK_SIGNAL, CHILD_STACK_SIGNAL = (getattr(signal, "SIGRTMIN", 0) + number for number in (8, 9))
+"""The signals at which a process writes its stacks, and at which a forked child does; scripts, torch and schedulers do not use them."""
+STACK_REQUEST_FILE = "stack_request"
+"""The pipe in the rank's folder in which the stacks are requested."""
 STACKS_FILE = "stacks"
 """The file in the rank's folder to which the stacks are written."""
 THREAD_FILE = "thread"
@@ -103,7 +107,7 @@ def main(arguments: list[str]) -> None:
     if kind == "program":
         _exec_program(sys.argv)
     if folder:
-        register_stack_signal(folder)
+        serve_stacks(folder)
     if _ACCELERATE_LIMITS in os.environ or _RANK_FOLDER in os.environ:
         from accel_runtime.environment.import_hooks import call_after_import  # noqa: PLC0415 - for scripts of ranks
 
@@ -236,12 +240,26 @@ def ignore_full_disk(stream: Any, link: str) -> None:
     raw.write = write_or_drop
 
 
-def register_stack_signal(folder: str) -> None:
-    """Write the stacks of all threads at `STACK_SIGNAL`, also while this process is blocked in C code."""
-    if hasattr(signal, "SIGRTMIN"):
-        with contextlib.suppress(OSError):
-            stacks = _open_at_high_descriptor(f"{folder}/{STACKS_FILE}")
+def serve_stacks(folder: str) -> None:
+    """Write the stacks of all threads at each request.
+
+    A thread writes them, which holds Python's lock: faulthandler crashes on frames that the interpreter is just changing. A forked
+    child, such as a data-loader worker, has no such thread, and writes them at `CHILD_STACK_SIGNAL` between two instructions.
+    At `STACK_SIGNAL` they are written at once, also while C code holds the lock.
+    """
+    from accel_runtime.environment.request_pipes import serve_requests  # noqa: PLC0415 - for scripts of ranks
+
+    with contextlib.suppress(OSError):
+        stacks = _open_at_high_descriptor(f"{folder}/{STACKS_FILE}")
+        serve_requests(Path(folder, STACK_REQUEST_FILE), lambda: faulthandler.dump_traceback(stacks))
+        if hasattr(signal, "SIGRTMIN"):
             faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+            os.register_at_fork(after_in_child=lambda: _handle_child_signal(stacks))
+
+
+def _handle_child_signal(stacks: int) -> None:
+    signal.signal(CHILD_STACK_SIGNAL, lambda *_: faulthandler.dump_traceback(stacks))
+    signal.siginterrupt(CHILD_STACK_SIGNAL, False)
 
 
 def _open_at_high_descriptor(path: str) -> int:

@@ -53,7 +53,6 @@ from accel_cli.runs.run_files import read_text
 from accel_cli.runs.speed import RankSpeed, describe_global_batch, describe_slow_rank, describe_throughput
 from accel_cli.worker import NOTE_FILE
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.collective_trace import REQUEST_FILE
 
 __all__ = ["ElasticAgent"]
 
@@ -573,9 +572,10 @@ class ElasticAgent(LocalElasticAgent):
             if self._outputs:
                 self._outputs.drain()
             for folder in self._run_context.folder.list_ranks(max(self._attempt, 0)).values():
-                # A reader of all files would wait for this one.
-                with suppress(OSError):
-                    (folder.path / REQUEST_FILE).unlink(missing_ok=True)
+                # A reader of all files would wait for these.
+                for pipe in (folder.stack_request, folder.trace_request):
+                    with suppress(OSError):
+                        pipe.unlink(missing_ok=True)
 
     # Report
 

@@ -7,7 +7,6 @@ calls on each rank, so that equal numbers belong together. With gloo only `retir
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file
-from accel_runtime.environment.collective_trace import REQUEST_FILE
+from accel_runtime.environment.request_pipes import send_request
 from accel_runtime.environment.text import parse_json
 
 __all__ = [
@@ -81,7 +80,7 @@ def request_traces(
 
     The rank `failed` has written its record when it failed in its last collective.
     """
-    asked = [folder for folder in folders.values() if _send_request(folder)]
+    asked = [folder for folder in folders.values() if send_request(folder.trace_request, folder.trace)]
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline and not all(folder.trace.exists() for folder in asked):
         time.sleep(_POLL_S)
@@ -90,22 +89,6 @@ def request_traces(
         with suppress(OSError, ValueError), open_file(folder.trace) as file:
             traces[rank] = parse_trace(file.read(_MAX_BYTES), has_failed=rank == failed)
     return traces
-
-
-def _send_request(folder: RankFolder) -> bool:
-    """Return whether a rank was asked; it does not exist yet, or has no thread that would answer, otherwise."""
-    try:
-        pipe = os.open(folder.path / REQUEST_FILE, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        folder.trace.unlink(missing_ok=True)
-        os.write(pipe, b".")
-    except OSError:
-        return False
-    finally:
-        os.close(pipe)
-    return True
 
 
 def parse_trace(text: str | bytes, *, has_failed: bool = False) -> dict[str, GroupTrace]:

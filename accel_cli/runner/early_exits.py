@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from accel_cli import console
 from accel_cli.runner.collectives import request_traces
-from accel_cli.runner.stalls import FRAME, format_location, request_idle_stacks
+from accel_cli.runner.stalls import FRAME, format_location, request_stacks
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import read_json
@@ -124,7 +124,7 @@ class ExitWatch:
     def _find_waits(self, exited: Collection[int]) -> dict[int, _Wait]:
         """Return the collectives in which ranks wait, other than those of groups whose ranks all run."""
         running = {rank: folder for rank, folder in self._folders.items() if rank not in exited}
-        stacks, traces = request_idle_stacks(running), request_traces(running)
+        stacks, traces = request_stacks(running), request_traces(running)
         waits = {}
         for rank, each in stacks.items():
             pending = [trace for trace in traces.get(rank, {}).values() if trace.pending is not None]

@@ -26,7 +26,6 @@ __all__ = [
     "get_start_time",
     "list_processes",
     "main",
-    "read_process",
     "remove_socket_folders",
     "send_signal",
 ]
@@ -42,7 +41,7 @@ GRACE_S = 3.5
 _MAX_KILLS = 100
 """How often SIGKILL is sent to what still runs: a process that waits for a device ends later."""
 _POLL_S = 0.05
-_STATE, _PARENT, _SESSION, _START, _TICKS = 0, 1, 3, 19, slice(11, 15)
+_STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 """Fields of /proc/PID/stat after the name."""
 _SOCKET_INODE, _SOCKET_PATH = 6, 7
 """Fields of /proc/net/unix."""
@@ -57,8 +56,6 @@ class Process(NamedTuple):
     start: int
     """Its start time; unique together with the process id."""
     parent: int
-    processor_ticks: int
-    """Processor time of the process and its ended children, in ticks of the kernel's clock."""
 
 
 def main(folder: str) -> None:
@@ -78,13 +75,13 @@ def main(folder: str) -> None:
 def list_processes() -> list[Process]:
     """List the running processes of this node, without zombies; empty without /proc (macOS)."""
     entries = Path("/proc").iterdir() if Path("/proc").is_dir() else ()
-    processes = (read_process(entry.name) for entry in entries if entry.name.isdigit())
+    processes = (_read_process(entry.name) for entry in entries if entry.name.isdigit())
     return [process for process in processes if process]
 
 
 def get_start_time(pid: int) -> int:
     """Return the start time of a process; 0 if it has ended."""
-    process = read_process(str(pid))
+    process = _read_process(str(pid))
     return process.start if process else 0
 
 
@@ -127,8 +124,7 @@ def remove_socket_folders(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
-def read_process(pid: str) -> Process | None:
-    """Read the state of a process; None if it has ended."""
+def _read_process(pid: str) -> Process | None:
     try:
         stat = Path("/proc", pid, "stat").read_bytes()
     except OSError:
@@ -137,8 +133,7 @@ def read_process(pid: str) -> Process | None:
     fields = stat[stat.rindex(b")") + 2 :].split()
     if fields[_STATE] in {b"Z", b"X"}:
         return None
-    ticks = sum(map(int, fields[_TICKS]))
-    return Process(int(pid), int(fields[_SESSION]), int(fields[_START]), int(fields[_PARENT]), ticks)
+    return Process(int(pid), int(fields[_SESSION]), int(fields[_START]), int(fields[_PARENT]))
 
 
 def _end_sessions(leaders: dict[int, int], mark: bytes) -> None:

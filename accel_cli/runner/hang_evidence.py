@@ -8,7 +8,6 @@ not entered it shows neither, whatever its other threads do.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_cli.runner.collectives import find_absent_ranks, has_different_calls, have_collectives_advanced
-from accel_cli.runner.guard import Process, list_processes
+from accel_cli.runner.guard import list_processes
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import read_pid, read_size
+from accel_cli.runs.usage import read_cpu_time
 
 __all__ = ["Judgement", "Observation", "RankObservation", "judge", "observe_ranks"]
 
@@ -56,7 +56,6 @@ _PHASES: Mapping[str, tuple[str, ...]] = {
     "files are transferred": ("/huggingface_hub/", "/http/client.py", "/urllib3/", "/botocore/"),
 }
 """Long work that may be silent, and the parts of the frames of the main thread that show it."""
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class RankObservation(NamedTuple):
@@ -115,19 +114,19 @@ def observe_ranks(
     """
     processes = list_processes()
     running = {process.pid for process in processes}
-    sessions: dict[int, list[Process]] = {}
+    sessions: dict[int, list[int]] = {}
     for process in processes:
-        sessions.setdefault(process.session, []).append(process)
+        sessions.setdefault(process.session, []).append(process.pid)
     ranks = {}
     for rank, folder in folders.items():
         pid = read_pid(folder.pid) or 0
-        members = sessions.get(pid, []) if pid else []
+        pids = sessions.get(pid, []) if pid else []
         ranks[rank] = RankObservation(
             stacks.get(rank, ()),
             bool(pid and running) and pid not in running,
             *collectives.get(rank, (0, False)),
-            processor_s=sum(process.processor_ticks for process in members) / _CLOCK_TICKS,
-            transferred=sum(_read_transferred(process.pid) for process in members),
+            processor_s=sum(map(read_cpu_time, pids)),
+            transferred=sum(map(_read_transferred, pids)),
             output=read_size(folder.output),
         )
     return ranks

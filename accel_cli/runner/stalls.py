@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -15,13 +16,15 @@ from typing import NamedTuple
 from accel_cli import console, worker
 from accel_cli.planning.plan import StallAction
 from accel_cli.runner.collectives import explain_hang, request_traces
-from accel_cli.runner.guard import list_processes, read_process, send_signal
+from accel_cli.runner.guard import list_processes, send_signal
 from accel_cli.runner.hang_evidence import Observation, judge, observe_ranks
 from accel_cli.runner.hang_exchange import HangRecord
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file, read_pid, read_size, read_text
+from accel_cli.runs.usage import read_cpu_time
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.request_pipes import send_request
 from accel_runtime.environment.text import decode_text
 
 __all__ = [
@@ -35,7 +38,7 @@ __all__ = [
     "format_location",
     "format_stall",
     "read_hang_record",
-    "request_idle_stacks",
+    "request_stacks",
 ]
 
 _SHOWN_FRAMES = 8
@@ -103,7 +106,7 @@ class RankObserver:
             moment: The time of the observation, in seconds.
             with_others: Ask the other nodes too.
         """
-        stacks = request_idle_stacks(self._folders)
+        stacks = request_stacks(self._folders)
         collectives = {rank: (beat.collectives, beat.is_inside) for rank, beat in beats.items() if beat}
         frames = {rank: each.main for rank, each in stacks.items()}
         record = _read_record(self._folders, stacks)
@@ -292,8 +295,8 @@ def describe_collectives(
 
 
 def read_hang_record(folders: Mapping[int, RankFolder]) -> HangRecord:
-    """Request the collectives of the ranks of this node, and the lines of those that do not compute."""
-    return _read_record(folders, request_idle_stacks(folders))
+    """Request the collectives and the lines of the ranks of this node."""
+    return _read_record(folders, request_stacks(folders))
 
 
 def _read_record(
@@ -380,16 +383,23 @@ def _get_user_frames(frames: tuple[str, ...]) -> tuple[str, ...]:
     return user_frames or frames
 
 
-_TIMEOUT_S = 3.0
+_PATIENCE_S, _SIGNAL_TIMEOUT_S = 2.0, 1.0
+"""Seconds in which Python code answers, also on a busy computer, and faulthandler after that."""
+_BLOCKED_SHARE, _BUSY_SHARE = 0.05, 0.5
+"""The part of a processor below which a silent process is blocked, and above which it runs C code; in between, its Python code may
+just not have had its turn."""
 _MAX_STACKS = 16 << 20
 """The most bytes of the stacks of a process."""
-_IDLE_S, _LONG_IDLE_S = 0.2, 1.0
-"""Stop waiting if no file grows for this time: once all ranks have answered, and before."""
+_IDLE_S, _POLL_S = 0.2, 0.05
+"""Seconds without growth after which a file is complete, and between two looks at it."""
 _RUNNER = Path(__file__).parent
 _REPLICAS, *_ENTRY_POINTS = (
     f'File "{path}"'
     for path in (_RUNNER / "xla_replicas.py", _RUNNER / "forkserver_main.py", worker.__file__)
 )
+_HANDLER = f'File "{worker.__file__}"'
+"""The innermost frame of a forked child that writes its stack."""
+_THREAD = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
 _PROCESS_STATES = {
     "T": "it is stopped",
     "t": "it is stopped by a debugger",
@@ -409,50 +419,58 @@ class Stacks:
 
 
 def request_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
-    """Request the stacks of all ranks at the same time, and wait for them, up to three seconds.
+    """Request the stacks of all ranks at the same time, and wait for them, up to three seconds."""
+    return _collect_stacks(
+        folders,
+        {rank: read_pid(folder.pid) for rank, folder in folders.items()},
+        lambda rank: _ask_rank(folders[rank]),
+    )
 
-    Processes that do not handle the signal are left out, since it would end them.
+
+def _request_children(folders: Mapping[int, RankFolder], pids: Mapping[int, int]) -> dict[int, Stacks]:
+    """Request the stacks of one forked child of each rank."""
+    return _collect_stacks(
+        {rank: folders[rank] for rank in pids},
+        pids,
+        lambda rank: _send_signal(pids[rank], worker.CHILD_STACK_SIGNAL, folders[rank].stacks),
+    )
+
+
+def _collect_stacks(
+    folders: Mapping[int, RankFolder], pids: Mapping[int, int | None], ask: Callable[[int], str]
+) -> dict[int, Stacks]:
+    """Return the stacks of one process of each rank: the answer of its Python code, or what faulthandler finds without it.
+
+    faulthandler reads frames that a computing interpreter is just changing: one of some hundred requests ended a healthy rank
+    with SIGSEGV (CPython 3.11.7, a loop over a generator). It reads those of a process whose Python code does not run.
+
+    Args:
+        folders: The folders of the ranks.
+        pids: The processes, by rank.
+        ask: Requests the answer of a process; returns the reason if that is impossible.
     """
     offsets = {rank: read_size(folder.stacks) for rank, folder in folders.items()}
-    problems = {rank: _send_request(read_pid(folder.pid), folder.stacks) for rank, folder in folders.items()}
-    _wait_for_stacks([folder.stacks for rank, folder in folders.items() if not problems[rank]])
+    times = {rank: read_cpu_time(pid or 0) for rank, pid in pids.items()}
+    problems = {rank: ask(rank) for rank in folders}
+    asked = {folders[rank].stacks: offsets[rank] for rank in folders if not problems[rank]}
+    _wait_for_stacks(asked, _PATIENCE_S)
+    silent = [
+        rank for rank in folders if not problems[rank] and read_size(folders[rank].stacks) == offsets[rank]
+    ]
+    for rank in silent:
+        share = (read_cpu_time(pids[rank] or 0) - times[rank]) / _PATIENCE_S
+        problems[rank] = (
+            "no answer: it waits for a processor"
+            if _BLOCKED_SHARE < share < _BUSY_SHARE
+            else _send_signal(pids[rank], worker.STACK_SIGNAL, folders[rank].stacks)
+        )
+    signalled = {folders[rank].stacks: offsets[rank] for rank in silent if not problems[rank]}
+    _wait_for_stacks(signalled, _SIGNAL_TIMEOUT_S)
     stacks = {}
     for rank, folder in sorted(folders.items()):
         answer = None if problems[rank] else _read_stacks(folder, offsets[rank])
-        stacks[rank] = answer or Stacks(problem=problems[rank] or _explain_silence(read_pid(folder.pid)))
+        stacks[rank] = answer or Stacks(problem=problems[rank] or _explain_silence(pids[rank]))
     return stacks
-
-
-_IDLE_SAMPLE_S = 0.3
-
-
-def request_idle_stacks(folders: Mapping[int, RankFolder]) -> dict[int, Stacks]:
-    """Request the stacks of the ranks that wait for something; those that compute at this moment have none.
-
-    faulthandler reads frames that a computing interpreter is just changing: one of some hundred requests ended a healthy rank
-    with SIGSEGV (CPython 3.11.7, a loop over a generator). A process that waits in the kernel or in C changes no frame.
-    """
-    before = {rank: _read_computing(folder) for rank, folder in folders.items()}
-    time.sleep(_IDLE_SAMPLE_S)
-    now = {rank: _read_computing(folder) for rank, folder in folders.items()}
-    idle = {
-        rank for rank, (is_running, ticks) in now.items() if not is_running and (False, ticks) == before[rank]
-    }
-    stacks = request_stacks({rank: folder for rank, folder in folders.items() if rank in idle})
-    return {rank: stacks.get(rank) or Stacks(problem="it computes") for rank in sorted(folders)}
-
-
-def _read_computing(folder: RankFolder) -> tuple[bool, int]:
-    """Return whether a thread of a rank runs or is ready to run, and the processor time of the rank in ticks."""
-    pid = str(read_pid(folder.pid))
-    process, tasks = read_process(pid), Path("/proc", pid, "task")
-    states = [
-        line.partition(":")[2].strip()
-        for task in (tasks.iterdir() if process else ())
-        for line in read_text(task / "status").splitlines()
-        if line.startswith("State:")
-    ]
-    return any(state.startswith("R") for state in states), process.processor_ticks if process else 0
 
 
 _WORKER_NAME = "pt_data_worker"
@@ -469,17 +487,13 @@ def describe_loader_workers(folders: Mapping[int, RankFolder]) -> list[str]:
     while any(pending.values()):
         # A rank and its workers have one file, so that they write one after the other.
         asked = {rank: pids.pop(0) for rank, pids in pending.items() if pids}
-        offsets = {rank: read_size(folders[rank].stacks) for rank in asked}
-        problems = {rank: _send_request(pid, folders[rank].stacks) for rank, pid in asked.items()}
-        _wait_for_stacks([folders[rank].stacks for rank in asked if not problems[rank]])
-        for rank, pid in asked.items():
-            answer = None if problems[rank] else _read_stacks(folders[rank], offsets[rank])
-            frames = answer.main if answer else ()
+        for rank, answer in _request_children(folders, asked).items():
+            frames = answer.main
             loop = next((i for i, frame in enumerate(frames) if _WORKER_LOOP in frame), len(frames))
             if any(_WORKER_FETCH in frame for frame in frames[:loop]):
-                found[_get_user_frames(frames[:loop])[:_SHOWN_FRAMES]].append((rank, pid))
-            elif not answer:
-                found[(problems[rank] or _explain_silence(pid),)].append((rank, pid))
+                found[_get_user_frames(frames[:loop])[:_SHOWN_FRAMES]].append((rank, asked[rank]))
+            elif answer.problem:
+                found[(answer.problem,)].append((rank, asked[rank]))
     lines = []
     for frames, workers in found.items():
         names = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in workers)
@@ -500,21 +514,42 @@ def _explain_silence(pid: int | None) -> str:
     return f"no answer: {_PROCESS_STATES.get(state, 'it is ending, or busy in C code')}"
 
 
-def _send_request(pid: int | None, stacks: Path) -> str:
-    """Send the signal to a process that writes to a file, or return the reason why it cannot be sent."""
+_UNAVAILABLE = (
+    "stacks are not available: the process is starting or ending, or is not a Python process of accel"
+)
+
+
+def _ask_rank(folder: RankFolder) -> str:
+    """Ask the thread of a rank for the stacks, or return the reason why that is impossible."""
+    problem = _find_problem(_read_status(read_pid(folder.pid)), folder.stacks)
+    return problem or ("" if send_request(folder.stack_request) else _UNAVAILABLE)
+
+
+def _send_signal(pid: int | None, number: int, stacks: Path) -> str:
+    """Send a signal to a process that writes its stacks to a file, or return the reason why it cannot be sent."""
     status = _read_status(pid)
+    if problem := _find_problem(status, stacks):
+        return problem
+    # Ask the kernel: the handler is lost if the process executes another program.
+    if not int(status["SigCgt"], 16) >> (number - 1) & 1:
+        return _UNAVAILABLE
+    if status["State"][0] in "Tt":
+        # faulthandler would read the frames when the process continues, at any instruction.
+        return _explain_silence(pid)
+    send_signal([int(status["Pid"])], number)
+    return ""
+
+
+def _find_problem(status: Mapping[str, str], stacks: Path) -> str:
+    """Return the reason why a process cannot write its stacks to a file; empty if it may."""
     if not status:
         has_proc = Path("/proc/self/status").exists()
         return "not running" if has_proc else "stacks are not available: there is no /proc"
-    # Ask the kernel: the handler is lost if the process executes another program.
-    if not int(status["SigCgt"], 16) >> (worker.STACK_SIGNAL - 1) & 1:
-        return (
-            "stacks are not available: the process is starting or ending, or is not a Python process of accel"
-        )
-    if not _has_open(status["Pid"], stacks):
-        return "stacks are not available: the script has closed the file for them"
-    send_signal([int(status["Pid"])], worker.STACK_SIGNAL)
-    return ""
+    return (
+        ""
+        if _has_open(status["Pid"], stacks)
+        else "stacks are not available: the script has closed the file for them"
+    )
 
 
 def _has_open(pid: str, file: Path) -> bool:
@@ -538,19 +573,15 @@ def _read_status(pid: int | None) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def _wait_for_stacks(files: list[Path]) -> None:
-    """Wait until all files have grown and do not change any more, or until the timeout."""
-    initial = sizes = [read_size(file) for file in files]
-    now = last_change = time.monotonic()
-    deadline = now + _TIMEOUT_S
-    while files and now < deadline:
-        time.sleep(0.05)
-        now, previous, sizes = time.monotonic(), sizes, [read_size(file) for file in files]
+def _wait_for_stacks(offsets: Mapping[Path, int], timeout: float) -> None:
+    """Wait until all files are longer than before and do not change any more, or until the timeout."""
+    now, last_change, sizes = time.monotonic(), -math.inf, dict(offsets)
+    deadline = now + timeout
+    while now - last_change < _IDLE_S or (now < deadline and not offsets.items().isdisjoint(sizes.items())):
+        time.sleep(_POLL_S)
+        now, previous, sizes = time.monotonic(), sizes, {file: read_size(file) for file in offsets}
         if sizes != previous:
             last_change = now
-        is_complete = all(size > start for size, start in zip(sizes, initial, strict=True))
-        if now - last_change > (_IDLE_S if is_complete else _LONG_IDLE_S):
-            return
 
 
 def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
@@ -558,7 +589,7 @@ def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
     with open_file(folder.stacks) as file:
         file.seek(offset)
         text = decode_text(file.read(_MAX_STACKS))
-    blocks = [block for block in text.split("\n\n") if block.strip()]
+    blocks = [block for block in _THREAD.split(text) if block.strip()]
     if not blocks:
         return None
     main = blocks[-1]
@@ -569,10 +600,12 @@ def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
 
 
 def _parse_frames(block: str) -> tuple[str, ...]:
-    """Parse the frames of a thread, without those of accel that lead to the script."""
+    """Parse the frames of a thread, without those of accel that lead to the script, or write the stack."""
     frames = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
     replica_frames = [index for index, frame in enumerate(frames) if frame.startswith(_REPLICAS)]
     frames = frames[: replica_frames[-1]] if replica_frames else frames
+    while frames and frames[0].startswith(_HANDLER):
+        del frames[0]
     while frames and frames[-1].startswith((*_ENTRY_POINTS, _REPLICAS, 'File "<frozen runpy>"')):
         frames.pop()
     return tuple(frames)

@@ -117,7 +117,7 @@ class ReplicaFolder(RankFolder):
     def use(self, set_stream: Callable[[str, TextIOWrapper], None] = worker.set_stream) -> None:
         """Make this folder that of the process: for its output, its stacks and its heartbeat."""
         worker.connect_output(str(self.path), set_stream)
-        worker.register_stack_signal(str(self.path))
+        worker.serve_stacks(str(self.path))
         os.environ[RANK_FOLDER] = str(self.path)
 
     def publish_failure(self) -> None:
@@ -220,8 +220,9 @@ class _ReplicaRunner:
         else:
             self._is_first_connected.wait()
             self._threads.redirect_output(str(folder.path))
-            # faulthandler writes the stacks of all threads to one file.
+            # The process writes the stacks of all threads to one file.
             folder.stacks.symlink_to(self._folders[0].stacks)
+            folder.stack_request.symlink_to(self._folders[0].stack_request)
 
     def _exit(self, number: int, error: BaseException) -> NoReturn:
         """Record the failure of a replica and exit the process, which ends the run; the first failure counts."""

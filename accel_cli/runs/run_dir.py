@@ -23,9 +23,9 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, name_target
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
-from accel_cli.worker import EXIT_FILE, STACKS_FILE, THREAD_FILE
+from accel_cli.worker import EXIT_FILE, STACK_REQUEST_FILE, STACKS_FILE, THREAD_FILE
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.collective_trace import TRACE_FILE
+from accel_runtime.environment.collective_trace import TRACE_FILE, TRACE_REQUEST_FILE
 from accel_runtime.environment.text import encode_text
 from accel_runtime.storage.file_system import is_process_running
 
@@ -107,8 +107,12 @@ class RankFolder:
         """The thread id, as faulthandler prints it; missing if the rank is a process."""
         self.stacks = path / STACKS_FILE
         """The stacks, as faulthandler writes them at each request."""
+        self.stack_request = path / STACK_REQUEST_FILE
+        """The pipe in which the launcher requests the stacks; until the processes have ended."""
         self.trace = path / TRACE_FILE
         """Torch's record of the collectives, as the rank writes it at each request."""
+        self.trace_request = path / TRACE_REQUEST_FILE
+        """The pipe in which the launcher requests the record; until the processes have ended."""
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,30 @@
 """Torch's record of its collectives, the Flight Recorder, written when the launcher asks for it. Standard library only.
 
-The main thread may wait in a collective, in C, so that another thread writes the record. It sleeps until a byte arrives in a
-pipe of the rank's folder.
+The main thread may wait in a collective, in C, so that another thread writes the record.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType
 
 from accel_runtime.environment.import_hooks import call_after_torch_import
+from accel_runtime.environment.request_pipes import serve_requests
 
-__all__ = ["REQUEST_FILE", "TRACE_FILE", "serve_trace_requests", "write_trace"]
+__all__ = ["TRACE_FILE", "TRACE_REQUEST_FILE", "serve_trace_requests", "write_trace"]
 
-REQUEST_FILE, TRACE_FILE = "trace_request", "collectives.json"
+TRACE_REQUEST_FILE, TRACE_FILE = "trace_request", "collectives.json"
 """The pipe, and the file of the record, in the folder of a rank."""
-_FIRST_DESCRIPTOR = 1000
-"""A script that closes all files and opens others gets lower numbers."""
 
 
 def serve_trace_requests(folder: Path) -> None:
     """Write the record of this process to its folder at each request, once it has imported torch."""
 
-    def start(_: ModuleType) -> None:
-        with contextlib.suppress(OSError):  # no pipes on this file system, or a low limit on open files
-            os.mkfifo(folder / REQUEST_FILE)
-            # For writing too: a pipe without writers is at its end.
-            opened = os.open(folder / REQUEST_FILE, os.O_RDWR | os.O_CLOEXEC)
-            pipe = _move_descriptor(opened)
-            threading.Thread(target=_serve, args=(pipe, folder), name="accel-trace", daemon=True).start()
+    def serve(_: ModuleType) -> None:
+        serve_requests(folder / TRACE_REQUEST_FILE, lambda: write_trace(folder))
 
-    call_after_torch_import(start)
-
-
-def _move_descriptor(descriptor: int) -> int:
-    """Return a copy of a descriptor with a high number, which replaces it."""
-    import fcntl  # noqa: PLC0415 - not on all systems
-
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
-    finally:
-        os.close(descriptor)
-
-
-def _serve(pipe: int, folder: Path) -> None:
-    identity = os.fstat(pipe).st_ino
-    with contextlib.suppress(OSError):  # the script has closed the pipe, or the folder is gone
-        # Not from a file that the script has opened under this number since.
-        while os.fstat(pipe).st_ino == identity and os.read(pipe, 1):
-            write_trace(folder)
+    call_after_torch_import(serve)
 
 
 def write_trace(folder: Path) -> None:

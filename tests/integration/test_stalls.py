@@ -150,20 +150,6 @@ def test_stacks_are_not_written_to_files_that_the_script_opens_after_it_closed_a
     assert {file.stat().st_size for file in cwd.glob("data*")} == {0}
 
 
-@pytest.mark.slow
-def test_processes_without_the_stack_signal_are_not_ended_by_it(accel, script, cwd):
-    script(SLEEPS.replace("threading.Thread(target=wait).start()", "import faulthandler; import signal\n"
-           "faulthandler.unregister(signal.SIGRTMIN + 8)"))  # fmt: skip
-    with Accel("launch", "-q", "--nproc-per-node", 2, "train.py", stdin=subprocess.DEVNULL) as process:
-        try:
-            wait_until(lambda: len(list(cwd.glob("up*"))) == 2)
-            output = accel("stacks").stdout
-        finally:
-            (cwd / "go").touch()
-    assert "ranks 0 and 1: stacks are not available" in output
-    assert process.returncode == 0
-
-
 def test_accel_stacks_without_a_running_run_is_an_error(accel, script):
     script("")
     assert "No run of accel launch is in progress on this machine" in accel("stacks").stderr

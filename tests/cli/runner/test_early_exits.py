@@ -73,9 +73,7 @@ def watch(tmp_path, monkeypatch, capsys):
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
     found = SimpleNamespace(exits=[EarlyExit(1, "box", " at train.py:7 (<module>)", 1.0)])
     monkeypatch.setattr(early_exits, "time", clock)
-    monkeypatch.setattr(
-        early_exits, "request_idle_stacks", lambda folders: dict.fromkeys(folders, found.stacks)
-    )
+    monkeypatch.setattr(early_exits, "request_stacks", lambda folders: dict.fromkeys(folders, found.stacks))
     monkeypatch.setattr(early_exits, "request_traces", lambda folders: dict.fromkeys(folders, found.traces))
     folders = {rank: RankFolder(tmp_path / f"rank_{rank}") for rank in (0, 1)}
     exit_watch = ExitWatch(folders, lambda: found.exits)

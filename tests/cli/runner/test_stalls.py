@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import pytest
 from support.processes import Process
 from support.waits import wait_until
 
+from accel_cli import worker
 from accel_cli.runner import stalls
 from accel_cli.runner.collectives import Collective, GroupTrace
 from accel_cli.runner.hang_evidence import Observation, RankObservation
@@ -280,28 +284,86 @@ def test_the_time_begins_when_all_ranks_have_begun_their_script(tmp_path):
     assert watch_for(machine, watch, 6) is not None
 
 
+@contextmanager
 def run_rank(folder, code):
-    """Start a process that runs code, as the rank of a folder."""
-    process = Process(
-        [sys.executable, "-c", f"print(flush=True)\n{code}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    (folder / "pid").write_text(str(process.pid))
-    return process
-
-
-def test_only_a_rank_that_does_not_compute_is_asked_for_its_stack(tmp_path, monkeypatch):
-    """The signal may end an interpreter that is just changing its frames."""
-    asked = []
-    monkeypatch.setattr(stalls, "request_stacks", lambda folders: asked.extend(folders) or {})
-    folders = {rank: RankFolder(tmp_path / f"rank_{rank}") for rank in RANKS}
-    for folder in folders.values():
-        folder.path.mkdir()
-    with (
-        run_rank(folders[0].path, "input()") as waits,
-        run_rank(folders[1].path, "while True: pass") as computes,
-    ):
-        wait_until(lambda: stalls.request_idle_stacks(folders) and asked)
-        for process in (waits, computes):
+    """Run a script as the rank of a folder, once it has printed a line."""
+    folder.path.mkdir()
+    script = folder.path / "train.py"
+    script.write_text(f"import ctypes, faulthandler, os, re, signal, time\nprint(flush=True)\n{code}\n")
+    environ = os.environ | {"TORCHELASTIC_ERROR_FILE": str(folder.error), "RANK": "0"}
+    command = [sys.executable, worker.__file__, "script", str(script)]
+    with Process(command, env=environ, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        folder.pid.write_text(str(process.pid))
+        try:
+            yield process
+        finally:
             process.kill()
-    assert set(asked) == {0}
+
+
+def wait_for_stack(folder, line):
+    """Request the stack of a rank until its script has come to a line, and return it."""
+    return wait_until(
+        lambda: (main := stalls.request_stacks({0: folder})[0].main) and main[-1].endswith(line) and main,
+        description=line,
+    )
+
+
+def wait_for_problem(folder):
+    """Request the stack of a rank until it does not answer any more, and return the reason."""
+    return wait_until(lambda: stalls.request_stacks({0: folder})[0].problem)
+
+
+WITHOUT_SIGNAL = f"faulthandler.unregister({worker.STACK_SIGNAL})"
+"""Ends the process if it gets the signal at which faulthandler reads frames that the interpreter may just be changing."""
+HOLDS_THE_LOCK = {"waits": "ctypes.PyDLL(None).sleep(1000)", "computes": "re.match('(a|a)*b', 'a' * 60)"}
+"""C code that Python's other threads wait for."""
+
+
+def test_a_rank_that_computes_writes_its_stack_without_the_signal(tmp_path):
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, f"{WITHOUT_SIGNAL}\ndef compute():\n    while True: pass\ncompute()"):
+        assert 'train.py", line 5 in compute' in wait_for_stack(folder, "line 6 in <module>")[0]
+
+
+def test_a_forked_child_that_computes_writes_its_stack_without_the_signal(tmp_path):
+    folder = RankFolder(tmp_path / "rank_0")
+    child = "print(os.getpid(), flush=True)\n    while True: pass"
+    with run_rank(folder, f"{WITHOUT_SIGNAL}\nif os.fork():\n    os.wait()\nelse:\n    {child}") as process:
+        pid = int(process.stdout.readline())
+        wait_until(
+            lambda: stalls._request_children({0: folder}, {0: pid})[0].main[0].endswith("line 8 in <module>")
+        )
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kind", HOLDS_THE_LOCK)
+def test_a_rank_in_c_code_that_holds_the_lock_of_python_has_a_stack(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(stalls, "_BUSY_SHARE", stalls._BLOCKED_SHARE)  # also on a busy computer
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, HOLDS_THE_LOCK[kind]):
+        wait_for_stack(folder, "line 3 in <module>")
+
+
+def test_a_silent_rank_that_may_wait_for_a_processor_gets_no_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(stalls, "_BUSY_SHARE", 1000)
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, f"{WITHOUT_SIGNAL}\n{HOLDS_THE_LOCK['computes']}") as process:
+        assert wait_for_problem(folder) == "no answer: it waits for a processor"
+        assert process.poll() is None
+
+
+def test_a_stopped_rank_gets_no_signal_that_it_would_handle_when_it_continues(tmp_path):
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, "while True: pass") as process:
+        process.send_signal(signal.SIGSTOP)
+        assert wait_for_problem(folder) == "no answer: it is stopped"
+        pending = int(stalls._read_status(process.pid)["ShdPnd"], 16)
+        assert not pending >> (worker.STACK_SIGNAL - 1) & 1
+
+
+def test_a_process_without_a_handler_of_the_signal_is_not_ended_by_it(tmp_path):
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, f"{WITHOUT_SIGNAL}\n{HOLDS_THE_LOCK['waits']}") as process:
+        assert wait_for_problem(folder).startswith("stacks are not available: ")
+        assert process.poll() is None
