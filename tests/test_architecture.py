@@ -100,6 +100,8 @@ ANNEX_IMPORTS = {
     ("accel_cli/commands/config.py", "import"),
     # `accel launch` takes a config file, and options of Accelerate.
     ("accel_cli/commands/launch.py", "import"),
+    # Commands of shell scripts keep the options of torchrun and Accelerate that `accel launch` takes.
+    ("accel_cli/migrate/shell.py", "import"),
     # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
     ("accel_cli/accelerate/config.py", "sagemaker"),
 }

@@ -203,7 +203,7 @@ def test_a_folder_is_searched_for_scripts(capfd, script):
     (package / "run.sh").write_text("torchrun --nproc_per_node 2 train.py\n")
     done = call_accel(capfd, "migrate", "--write", ".")
     assert done.returncode == 0
-    assert (package / "run.sh").read_text() == "accel launch --nproc-per-node 2 train.py\n"
+    assert (package / "run.sh").read_text() == "accel launch --nproc_per_node 2 train.py\n"
     assert "accel_runtime" in script.read_text()
     assert (package / ".venv" / "other.py").read_text() == RAW
     assert "broken.py:1: Cannot migrate the script: Python" in done.stderr
@@ -437,7 +437,7 @@ def test_a_script_is_read_from_the_standard_input(capfd, monkeypatch, script):
     monkeypatch.setattr(
         sys, "stdin", io.TextIOWrapper(io.BytesIO(b"#!/bin/sh\ntorchrun --nproc_per_node 2 t.py\n"))
     )
-    assert "+accel launch --nproc-per-node 2 t.py\n" in call_accel(capfd, "migrate", "-").stdout
+    assert "+accel launch --nproc_per_node 2 t.py\n" in call_accel(capfd, "migrate", "-").stdout
 
 
 @pytest.mark.parametrize(
