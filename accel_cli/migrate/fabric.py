@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from string import Template
@@ -9,11 +10,10 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.edits import drop_last_comma, keep_arguments
+from accel_cli.migrate.edits import keep_arguments
 from accel_cli.migrate.fabric_uses import FabricUses
-from accel_cli.migrate.findings import UnsafeError
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import descendants, get_positional, list_elements, to_code
+from accel_cli.migrate.script import descendants, get_method, get_positional, list_elements, to_code
 
 __all__ = ["convert_fabric"]
 
@@ -21,50 +21,50 @@ _LIGHTNING = ("lightning.", "lightning_fabric.", "lightning_utilities.")
 _PROPERTIES = {"device": "device", "global_rank": "process_index", "is_global_zero": "is_main_process", "local_rank": "local_process_index", "world_size": "num_processes"}  # fmt: skip
 _RENAMED = {"autocast": "autocast", "log_dict": "log", "print": "print", "setup_module": "prepare", "setup_optimizers": "prepare"}  # fmt: skip
 """Methods whose arguments stay."""
-_CALLS = {
-    "all_gather": ("data", "Fabric returns one row for each process, and accelerator.gather concatenates the rows. Write accelerator.gather(tensor), and use the result without its first dimension."),
-    "all_reduce": ("data group reduce_op", 'Write tensor = accelerator.reduce(tensor, "sum"), or mean, max or min.'),
-    "barrier": ("name", "Write accelerator.wait_for_everyone().", "$fabric.wait_for_everyone()"),
-    "broadcast": ("obj src", "Write broadcast_object_list([obj])[0].", "broadcast_object_list([$obj], from_process=$src)[0]", "broadcast_object_list([$obj])[0]"),
-    "clip_gradients": ("module optimizer clip_val max_norm norm_type error_if_nonfinite", "Write accelerator.clip_grad_norm_(parameters, max_norm), with the parameters of one optimizer if the model has several."),
-    "init_module": ("empty_init", "Write with accelerator.device:, or with init_empty_weights(): for a model that is loaded later."),
-    "init_tensor": ("", "Write with accelerator.device:", "$fabric.device"),
-    "load": ("path state strict weights_only", 'Write checkpoint = torch.load(path, map_location="cpu"), and load_state_dict for each object.'),
-    "load_raw": ("path obj strict weights_only", 'Write obj.load_state_dict(torch.load(path, map_location="cpu")).'),
-    "log": ("name value step", "Write accelerator.log({name: value}, step=step).", "$fabric.log({$name: $value}, step=$step)", "$fabric.log({$name: $value})"),
-    "no_backward_sync": ("module enabled", "Write with accelerator.no_sync(model):"),
-    "rank_zero_first": ("local", "Write accelerator.main_process_first(), or local_main_process_first() for each node."),
-    "save": ("path state", "Write accelerator.save(state_dict, path) for weights, or accelerator.save_state(path)."),
-    "seed_everything": ("seed workers verbose", "Write set_seed(seed) with a number."),
-    "to_device": ("obj", "Write x.to(accelerator.device).", "send_to_device($obj, $fabric.device)"),
+_CALLS: dict[str, tuple[str, ...]] = {
+    "all_gather": ("data",),
+    "all_reduce": ("data group reduce_op",),
+    "barrier": ("name", "$fabric.wait_for_everyone()"),
+    "broadcast": ("obj src", "broadcast_object_list([$obj], from_process=$src)[0]", "broadcast_object_list([$obj])[0]"),
+    "clip_gradients": ("module optimizer clip_val max_norm norm_type error_if_nonfinite",),
+    "init_module": ("empty_init",),
+    "init_tensor": ("", "$fabric.device"),
+    "load": ("path state strict weights_only",),
+    "load_raw": ("path obj strict weights_only",),
+    "log": ("name value step", "$fabric.log({$name: $value}, step=$step)", "$fabric.log({$name: $value})"),
+    "no_backward_sync": ("module enabled",),
+    "rank_zero_first": ("local",),
+    "save": ("path state",),
+    "seed_everything": ("seed workers verbose",),
+    "to_device": ("obj", "send_to_device($obj, $fabric.device)"),
 }  # fmt: skip
-"""The parameters of methods, what to write for a call that is not converted, and the code: the first whose parameters are given."""
+"""The parameters of methods, and the code for a call, unless it depends on the arguments: the first whose parameters are given."""
 _ADVICE = {
+    "all_gather": "Write accelerator.gather(tensor), which concatenates the tensors of the processes instead of stacking them",
     "call": "Call the functions of the callbacks in the script",
+    "callbacks": "Call the functions of the callbacks in the script",
+    "init_module": "Write with accelerator.device:, or with init_empty_weights(): for a model that is loaded later",
     "logger": "Use accelerator.get_tracker(name)",
-    "loggers": "Use accelerator.trackers",
-    "node_rank": 'Use int(os.environ["GROUP_RANK"])',
-    "sharded_model": "Remove it: prepare shards the model",
-    "strategy": "Remove it: the profile selects how models are replicated or sharded",
+    "loggers": 'Write Accelerator(log_with="tensorboard", project_dir=path) and accelerator.init_trackers(name)',
+    "precision": "Write Accelerator(mixed_precision=...) with no, bf16 or fp16; for parameters in another dtype, model.to(dtype)",
+    "rank_zero_only": "Remove it, and write if accelerator.is_main_process: before the calls",
+    "save": "Write accelerator.save(state_dict, path) for weights, or accelerator.save_state(path)",
+    "setup_dataloaders": 'Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader, data="sharded") if each process has its own samples',
+    "strategy": "The profile selects how models are replicated or sharded: see the keys parallel.dp_shard and deepspeed.stage",
 }
-_OPTIONS = {
-    "callbacks": "Call the functions of the callbacks in the script.",
-    "loggers": 'Write Accelerator(log_with="tensorboard", project_dir=path) and accelerator.init_trackers(name).',
-    "plugins": "Remove it.",
-    "precision": "Write Accelerator(mixed_precision=...) with no, bf16 or fp16; for parameters in another dtype, model.to(dtype).",
-    "strategy": "Models are replicated by default; to shard them, set parallel.dp_shard=auto in the profile, or deepspeed.stage.",
-}
-"""What to write for arguments of Fabric that are not converted."""
+"""What to write for a call, member or argument that is not converted."""
 _LAUNCH = {
-    "accelerator": ({"auto", "gpu", "cuda", "mps"}, "The device is an option of the launch: accel launch --cpu."),
-    "devices": ({"auto", "1", "-1"}, "The number of processes is an option of the launch: accel launch --nproc-per-node {}."),
-    "num_nodes": ({"1"}, "The number of nodes is an option of the launch: accel launch --nnodes {}."),
+    "accelerator": ({"auto", "gpu", "cuda", "mps"}, "The device", "--cpu"),
+    "devices": ({"auto", "1", "-1"}, "The number of processes", "--nproc-per-node {}"),
+    "num_nodes": ({"1"}, "The number of nodes", "--nnodes {}"),
 }  # fmt: skip
-"""Arguments of Fabric that belong to the launch: the values without a note, and the note."""
+"""Arguments of Fabric that belong to the launch: the values without a note, the subject, and the option of `accel launch`."""
 _PRECISIONS = {"32": "", "32-true": "", "16": "fp16", "16-mixed": "fp16", "bf16": "bf16", "bf16-mixed": "bf16"}  # fmt: skip
 _REPLICATED = {"auto", "ddp", "ddp_spawn", "ddp_fork", "ddp_notebook", "dp", "fsdp"}
 _UNUSED = "_find_unused_parameters_true"
 _REDUCTIONS = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
+_TOTALS = {"sum", "mean", "max", "min", "any", "all", "std", "var", "numel", "item", "flatten"}
+"""Methods whose result without arguments does not depend on the shape of a tensor."""
 _STATEFUL = ("model", "optimizer", "scheduler")
 
 
@@ -115,30 +115,19 @@ class _Converter:
             if self.script.find_ancestor(node, (cst.Import, cst.ImportFrom)) is not None:
                 continue
             if isinstance(parent, cst.Call) and parent.func is node:
-                self._attempt(self._convert_creation, parent)
+                self._convert_creation(parent)
+                if isinstance(member := self.script.parents[parent], cst.Attribute):
+                    self._convert_member(member)
             elif isinstance(self.script.parents.get(parent), cst.ClassDef):
-                self.conversion.finding(
-                    node,
-                    "A class is derived from Fabric. Create accelerator = Accelerator() in its __init__.",
-                )
+                self._report(node, "A class derived from Fabric")
             else:
                 self.edits.change(node, lambda _: cst.Name("Accelerator"))
 
     def convert_calls(self) -> None:
-        """Convert the functions of Lightning, and report closures."""
+        """Convert the functions of Lightning."""
         for call in self.script.calls:
-            func = call.func
-            if self._is_of_lightning(func, "seed_everything"):
-                self._attempt(self._convert_call, call)
-            elif (
-                isinstance(func, cst.Attribute)
-                and func.attr.value == "step"
-                and call.args
-                and self.uses.kind_of(func.value) == "optimizer"
-            ):
-                self.conversion.finding(
-                    call, "The optimizer gets a closure. Run the backward pass before the step."
-                )
+            if self._is_of_lightning(call.func, "seed_everything"):
+                self._convert_call(call)
         for function in self.script.functions:
             for decorator in function.decorators:
                 if self._is_of_lightning(decorator.decorator, "rank_zero_only"):
@@ -175,10 +164,11 @@ class _Converter:
 
     def _check_argument(self, arg: cst.Arg) -> None:
         call = self.script.parents[arg]
-        if isinstance(call, cst.Call) and call not in self.script.callees and arg.keyword is not None:
+        name = self.script.qualified_name(call.func) if isinstance(call, cst.Call) else ""
+        is_library = name.partition(".")[0] in {"", "torch", *sys.stdlib_module_names}
+        if not is_library and call not in self.script.callees:
             self.conversion.note(
-                arg,
-                f"{to_code(call.func)} is not in this file, and gets an Accelerator as {arg.keyword.value}. Convert its file too.",
+                arg, f"{name} gets an Accelerator instead of a Fabric. Convert its file too."
             )
 
     def _convert_member(self, attribute: cst.Attribute) -> None:
@@ -194,23 +184,21 @@ class _Converter:
         if name in _PROPERTIES or (is_called and name in _RENAMED):
             self.edits.change(attribute, _set_attribute((_PROPERTIES | _RENAMED)[name]))
         elif is_called and name in special:
-            self._attempt(special[name], call)
+            special[name](call)
         elif is_called and name in _CALLS:
-            self._attempt(self._convert_call, call)
+            self._convert_call(call)
         else:
-            advice = _ADVICE.get(name, "See the page Migrate from Fabric")
-            self.conversion.finding(attribute, f"fabric.{name} is not converted. {advice}.")
+            self._report(attribute, f"fabric.{name}", name)
 
-    def _attempt(self, function: Callable[[Any], None], node: cst.CSTNode) -> None:
-        try:
-            function(node)
-        except UnsafeError as error:
-            self.conversion.findings.append(error.finding)
+    def _report(self, node: cst.CSTNode, what: str, name: str = "") -> None:
+        """Report a place that is not converted."""
+        advice = _ADVICE.get(name, "See the table on the page Migrate from Fabric")
+        self.conversion.finding(node, f"{what} is not converted. {advice}.")
 
     def _convert_call(self, call: cst.Call) -> None:
         """Replace a call by the code for its name, with its arguments in place of `$parameter`."""
         name = to_code(call.func).rpartition(".")[2]
-        parameters, advice, *templates = _CALLS[name]
+        parameters, *templates = _CALLS[name]
         given = _bind(call, parameters.split())
         if given is None:
             template = ""
@@ -222,7 +210,8 @@ class _Converter:
                 (one for one in templates if names.issuperset(Template(one).get_identifiers())), ""
             )
         if not template:
-            raise self.conversion.unsafe(call, f"This call of {name} is not converted. {advice}")
+            self._report(call, f"This call of {name}", name)
+            return
         for function in ("broadcast_object_list", "nullcontext", "send_to_device", "set_seed"):
             if f"{function}(" in template:
                 self.conversion.imports.add(function)
@@ -233,25 +222,22 @@ class _Converter:
         for node in self.script.nodes:
             if not isinstance(node, cst.Attribute) or self.uses.kind_of(node.value) != "model":
                 continue
-            name = node.attr.value
-            if name in {"training_step", "mark_forward_method"}:
+            if node.attr.value == "training_step":
                 self.conversion.finding(
                     node,
-                    f"The gradients are not averaged over the processes in {name}. Compute the loss in the model's forward, and call the model.",
+                    "The gradients are not averaged over the processes in training_step. Compute the loss in the model's forward, and call the model.",
                 )
-            elif name == "module":
+            elif node.attr.value == "mark_forward_method":
+                self._report(node, "mark_forward_method")
+            elif node.attr.value == "module":
                 self.edits.change(node, lambda one: one.value)
 
     # The Accelerator
 
     def _convert_creation(self, call: cst.Call) -> None:
-        if isinstance(self.script.parents[call], cst.Expr):
-            raise self.conversion.unsafe(
-                call, "The Fabric is not assigned. Write accelerator = Accelerator()."
-            )
         arguments: dict[str, str] = {}
         for arg in call.args:
-            self._attempt(partial(self._convert_option, arguments=arguments), arg)
+            self._convert_option(arg, arguments)
         code = ", ".join(f"{name}={value}" for name, value in arguments.items())
         expression = cst.parse_expression(f"Accelerator({code})")
         self.edits.change(call, lambda _: expression)
@@ -259,9 +245,8 @@ class _Converter:
     def _convert_option(self, arg: cst.Arg, arguments: dict[str, str]) -> None:
         """Convert an argument of Fabric; those for the launch are removed with a note."""
         if arg.keyword is None:
-            raise self.conversion.unsafe(
-                arg, "The arguments of Fabric are not understood. Write each by its name."
-            )
+            self._report(arg, "An argument without its name")
+            return
         name = arg.keyword.value
         text = self._get_strategy(arg.value) or _get_text(arg.value)
         is_constant = isinstance(arg.value, (cst.SimpleString, cst.Integer)) or text != _get_text(arg.value)
@@ -284,8 +269,7 @@ class _Converter:
                 self.conversion.imports.add("DistributedDataParallelKwargs")
                 arguments["kwargs_handlers"] = "[DistributedDataParallelKwargs(find_unused_parameters=True)]"
         elif text not in {"None", "[]"}:
-            advice = _OPTIONS.get(name, "Remove it.")
-            raise self.conversion.unsafe(arg, f"The argument {name} is not converted. {advice}")
+            self._report(arg, f"The argument {name}", name)
 
     def _get_strategy(self, node: cst.BaseExpression) -> str:
         """Return the name of the strategy of which an expression creates the class; empty for another expression."""
@@ -298,12 +282,13 @@ class _Converter:
         return "fsdp" if kind == "FSDPStrategy" else ""
 
     def _note_launch(self, arg: cst.Arg, name: str, text: str) -> None:
-        silent, note = _LAUNCH[name]
+        silent, subject, option = _LAUNCH[name]
         if isinstance(arg.value, cst.List):
-            numbers = ",".join(to_code(one.value) for one in arg.value.elements)
-            self.conversion.note(arg, f"GPUs are an option of the launch: accel launch --gpu-ids {numbers}.")
-        elif text not in silent:
-            self.conversion.note(arg, note.format(text if text.isdigit() else "N"))
+            subject, option = "The choice of GPUs", f"--gpu-ids {to_code(arg.value)[1:-1].replace(' ', '')}"
+        elif text in silent:
+            return
+        option = option.format(text if text.isdigit() else "N")
+        self.conversion.note(arg, f"{subject} is an option of the launch: accel launch {option}.")
 
     def _convert_launch(self, call: cst.Call) -> None:
         statement = self.script.parents[call]
@@ -311,9 +296,8 @@ class _Converter:
             self.edits.remove(statement)
             return
         if not call.args or call.args[0].keyword is not None or call.args[0].star:
-            raise self.conversion.unsafe(
-                call, "This call of launch is not converted. Call the function with the Accelerator."
-            )
+            self._report(call, "This call of launch")
+            return
         self.edits.change(
             call,
             lambda one: one.with_changes(
@@ -336,10 +320,7 @@ class _Converter:
             if outer is not None and script.parameter(outer, param.name.value) in self.uses.instances
         ]
         if not names:
-            self.conversion.finding(
-                decorator,
-                "rank_zero_only is used before the Accelerator is created. Remove it, and write if accelerator.is_main_process: before the calls.",
-            )
+            self._report(decorator, "rank_zero_only before the Accelerator is created", "rank_zero_only")
             return
         expression = cst.parse_expression(f"{'accelerator' if self.renames else names[0]}.on_main_process")
         self.edits.change(decorator.decorator, lambda _: expression)
@@ -347,52 +328,26 @@ class _Converter:
     def _build_seed_everything(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         if "seed" not in given or not isinstance(self.script.parents[call], cst.Expr):
             return ""
-        if "workers" in given and to_code(given["workers"]) != "False":
-            self.conversion.note(
-                call,
-                "The workers of a prepared loader draw other random numbers than with Fabric, without an option.",
-            )
         return "set_seed($seed)"
 
     # Preparation
 
     def _convert_setup(self, call: cst.Call) -> None:
         keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-        scheduler = keywords.get("scheduler")
-        assign = self.script.parents[call]
-        target: Any = assign.targets[0].target if isinstance(assign, cst.Assign) else None
-        names = list_elements(target) if target is not None else []
         moves = to_code(keywords.get("move_to_device", cst.Name("True"))) == "True"
-        is_returned = scheduler is None or (len(names) > 1 and to_code(names[-1]) == to_code(scheduler))
-        dropped = {"scheduler", "move_to_device", "_reapply_compile"}
-        if keywords.keys() - dropped - {"module"} or not moves or not is_returned:
-            raise self.conversion.unsafe(
-                call,
-                "This call of setup is not converted. Write accelerator.prepare(model, optimizer) without the scheduler, or prepare_model(model, device_placement=False).",
-            )
-        if scheduler is not None:
-            self.edits.change(target, _drop_last_element)
+        if keywords.keys() - {"module", "move_to_device", "_reapply_compile"} or not moves:
+            self._report(call, "This call of setup")
+            return
         self.edits.change(call, partial(keep_arguments, names={"module"}))
         self.edits.change(call.func, _set_attribute("prepare"))
 
     def _convert_loaders(self, call: cst.Call) -> None:
-        options = {"use_distributed_sampler": 'data="sharded"', "move_to_device": "device_placement=False"}
-        keywords = {arg.keyword.value: to_code(arg.value) for arg in call.args if arg.keyword is not None}
-        loaders = [arg for arg in call.args if arg.keyword is None]
-        extra = ", ".join(
-            options[name] for name, value in keywords.items() if value == "False" and name in options
-        )
-        if (
-            keywords.keys() - options
-            or set(keywords.values()) - {"True", "False"}
-            or (extra and len(loaders) > 1)
-        ):
-            raise self.conversion.unsafe(
-                call,
-                'This call of setup_dataloaders is not converted. Write accelerator.prepare(loader), or accelerator.prepare_data_loader(loader, data="sharded", device_placement=False) for each loader.',
-            )
-        self.edits.change(call, partial(keep_arguments, names=set(), extra=extra))
-        self.edits.change(call.func, _set_attribute("prepare_data_loader" if extra else "prepare"))
+        options = {arg.keyword.value: to_code(arg.value) for arg in call.args if arg.keyword is not None}
+        if options.keys() - {"use_distributed_sampler", "move_to_device"} or {*options.values()} - {"True"}:
+            self._report(call, "This call of setup_dataloaders", "setup_dataloaders")
+            return
+        self.edits.change(call, partial(keep_arguments, names=set()))
+        self.edits.change(call.func, _set_attribute("prepare"))
 
     def _build_init_module(self, _: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         is_filled = to_code(given.get("empty_init", cst.Name("None"))) in {"None", "False"}
@@ -402,9 +357,8 @@ class _Converter:
 
     def _convert_backward(self, call: cst.Call) -> None:
         if len([arg for arg in call.args if arg.keyword is None]) != 1 or any(arg.star for arg in call.args):
-            raise self.conversion.unsafe(
-                call, "backward has a gradient as its argument. Pass a scalar loss to accelerator.backward."
-            )
+            self._report(call, "This call of backward")
+            return
         names = {arg.keyword.value for arg in call.args if arg.keyword is not None} - {"model"}
         self.edits.change(call, partial(keep_arguments, names=names, keeps_names=True))
 
@@ -418,11 +372,7 @@ class _Converter:
 
     def _build_clip_gradients(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         module = given.get("module")
-        if (
-            module is None
-            or ("max_norm" in given) == ("clip_val" in given)
-            or self.uses.has_optimizers(module)
-        ):
+        if module is None or ("max_norm" in given) == ("clip_val" in given) or self._has_optimizers(module):
             return ""
         if "clip_val" in given:
             return "$fabric.clip_grad_value_($module.parameters(), $clip_val)"
@@ -433,6 +383,17 @@ class _Converter:
             )
         kind = ", norm_type=$norm_type" if "norm_type" in given else ""
         return f"$fabric.clip_grad_norm_($module.parameters(), $max_norm{kind})"
+
+    def _has_optimizers(self, module: cst.BaseExpression) -> bool:
+        """Return whether a model may have several optimizers, of which Fabric clips the gradients of one."""
+        optimizers = set()
+        for call in self.script.calls:
+            given = _bind(call, _CALLS["clip_gradients"][0].split()) or {}
+            if get_method(call) == "clip_gradients" and to_code(given.get("module", call)) == to_code(module):
+                optimizers.add(to_code(given.get("optimizer", call)))
+            elif get_method(call) == "setup" and len(call.args) > 2:  # noqa: PLR2004 - the model and one optimizer
+                return True
+        return len(optimizers) > 1
 
     # Collectives
 
@@ -460,10 +421,13 @@ class _Converter:
 
     def _build_all_gather(self, call: cst.Call, given: dict[str, cst.BaseExpression]) -> str:
         data = given.get("data")
-        if data is None or not self.uses.ignores_shape(call, set()):
+        if data is None:
             return ""
-        name = "gather_for_metrics" if self.uses.gathers_samples(call, data) else "gather"
-        return f"$fabric.{name}({self._format_tensor(data)})"
+        if self.uses.gathers_samples(call, data):
+            return "$fabric.gather_for_metrics($data)"
+        method: Any = self.script.parents[self.script.parents[call]]
+        is_total = isinstance(method, cst.Call) and get_method(method) in _TOTALS and not method.args
+        return f"$fabric.gather({self._format_tensor(data)})" if is_total else ""
 
     def _format_tensor(self, data: cst.BaseExpression) -> str:
         return "torch.as_tensor($data, device=$fabric.device)" if self.uses.is_number(data) else "$data"
@@ -587,8 +551,3 @@ def _set_attribute(name: str) -> Callable[[Any], Any]:
 def _get_text(node: cst.CSTNode) -> str:
     """Return a string without its quotes, or the code of another expression."""
     return to_code(node)[1:-1] if isinstance(node, cst.SimpleString) else to_code(node)
-
-
-def _drop_last_element(target: cst.Tuple) -> cst.BaseExpression:
-    kept = target.elements[:-1]
-    return kept[0].value if len(kept) == 1 else target.with_changes(elements=drop_last_comma(kept))

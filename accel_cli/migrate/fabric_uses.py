@@ -23,23 +23,7 @@ FABRIC = {
 _IN_TEXT = re.compile(r"""["'](?:\w+\.)*Fabric["']""")
 _STATE = re.compile(r"model|net|optim|sched", re.IGNORECASE)
 """Names of objects with a state dict."""
-_PADDED = "The last batch is padded with repeated samples, and this counts them. Count outputs and targets that accelerator.gather_for_metrics returns, and do not reduce the count."
-_TOTALS = {"sum", "mean", "max", "min", "any", "all", "std", "var", "numel", "item", "flatten"}
-"""Methods whose result without arguments does not depend on the shape of a tensor."""
-_ELEMENTWISE = {
-    "float",
-    "double",
-    "half",
-    "int",
-    "long",
-    "bool",
-    "cpu",
-    "detach",
-    "abs",
-    "exp",
-    "log",
-    "sqrt",
-}
+_PADDED = "If the samples cannot be divided evenly among the processes, the last batch is padded with repeated ones, and this counts them. Count outputs and targets that accelerator.gather_for_metrics returns, and do not reduce the count."
 _SETUP = {"setup": ("model", "optimizer"), "setup_module": ("model", "model"), "setup_optimizers": ("optimizer", "optimizer")}  # fmt: skip
 """The kind of the first and of the other results."""
 
@@ -138,17 +122,6 @@ class FabricUses:
         variable = self.script.variable(node)
         return self.script.kind_of(node) or (self._kinds.get(variable, "") if variable else "")
 
-    def has_optimizers(self, module: cst.BaseExpression) -> bool:
-        """Return whether a model was set up with several optimizers."""
-        variable = self.script.variable(module)
-        return any(
-            isinstance(call.func, cst.Attribute)
-            and call.func.attr.value == "setup"
-            and len([arg for arg in call.args if arg.keyword is None]) > 2  # noqa: PLR2004 - the model and one optimizer
-            and self.script.variable(call.args[0].value) == variable
-            for call in self.script.calls
-        )
-
     def read_state(self, state: cst.BaseExpression) -> list[tuple[str, str, str]] | None:
         """Return key, code and kind of the objects in a dictionary, or in a variable that is assigned one."""
         variable = self.script.variable(state)
@@ -195,47 +168,15 @@ class FabricUses:
         return all(name is not None and samples.get(name) in {"batch", "output"} for name in names)
 
     def note_counts(self) -> None:
-        """Note the first statement of each evaluation loop that counts samples before they are gathered."""
+        """Note the first statement of each evaluation loop that counts samples before their padding is removed."""
         for loop in list_evaluations(self.conversion):
-            for node in descendants(loop.body):
-                if get_method(node) == "all_gather":
+            for statement in descendants(loop.body):
+                parts = list(descendants(statement)) if isinstance(statement, cst.SimpleStatementLine) else []
+                calls = [
+                    one for one in parts if isinstance(one, cst.Call) and get_method(one) == "all_gather"
+                ]
+                if any(one.args and self.gathers_samples(one, one.args[0].value) for one in calls):
                     break
-                if accumulates(node):
-                    self.conversion.note(node, _PADDED)
+                if any(map(accumulates, parts)):
+                    self.conversion.note(statement, _PADDED)
                     break
-
-    def ignores_shape(self, node: cst.CSTNode, gathered: set[Variable | None]) -> bool:
-        """Return whether the use of gathered values depends on their elements only, and not on their first dimension."""
-        script = self.script
-        parent = script.parents[node]
-        if isinstance(parent, cst.ComparisonTarget):
-            parent = script.parents[parent]
-        if isinstance(parent, (cst.Comparison, cst.BinaryOperation, cst.UnaryOperation)):
-            inside = set(descendants(node))
-            names = [one for one in descendants(parent) if isinstance(one, cst.Name) and one not in inside]
-            return {script.variable(one) for one in names} <= gathered and self.ignores_shape(
-                parent, gathered
-            )
-        if isinstance(parent, cst.Assign) and len(parent.targets) == 1 and not gathered:
-            return self._are_reads_alike(parent)
-        call = script.parents.get(parent)
-        if not isinstance(parent, cst.Attribute) or not isinstance(call, cst.Call) or call.func is not parent:
-            return False
-        name, first = parent.attr.value, to_code(call.args[0].value) if call.args else ""
-        if name in _ELEMENTWISE:
-            return self.ignores_shape(call, gathered)
-        return (name in _TOTALS and not call.args) or (name in {"view", "reshape"} and first == "-1")
-
-    def _are_reads_alike(self, assign: cst.Assign) -> bool:
-        """Return whether all later uses of assigned variables ignore their shapes."""
-        script = self.script
-        variables = {script.variable(name) for name in list_elements(assign.targets[0].target)}
-        reads = [
-            node
-            for node in script.nodes
-            if isinstance(node, cst.Name)
-            and script.variable(node) in variables - {None}
-            and script.start(node) > script.end(assign)
-            and not isinstance(script.parents[node], (cst.AssignTarget, cst.Element))
-        ]
-        return bool(reads) and all(self.ignores_shape(node, variables) for node in reads)

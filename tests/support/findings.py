@@ -10,8 +10,11 @@ from pathlib import Path
 
 import accel_cli.migrate
 from accel_cli.migrate.conversion import migrate_script
+from accel_cli.migrate.shell import migrate_shell
 
 _FOLDER = Path(accel_cli.migrate.__file__).parent
+_NO_SENTENCE = re.compile(r"""\(\?|\$|\\n|^["'][\w ]+["']$""")
+"""Regular expressions, templates of code, and lists of names."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,9 @@ class Pair:
 
 @functools.cache
 def list_texts(script):
-    """Return the findings and notes of a script."""
+    """Return the findings and notes of a script; one that begins with `#!` is a shell script."""
+    if script.startswith("#!"):
+        return tuple(one.text for one in migrate_shell(script)[1])
     result = migrate_script(script)
     return tuple(one.text for one in (*result.findings, *result.notes))
 
@@ -41,7 +46,8 @@ def list_unsaid(module, pairs):
         for node in ast.walk(tree)
         if isinstance(node, (ast.Constant, ast.JoinedStr))
         and id(node) not in documentation | inner
-        and (pattern := _build_pattern(node)).count(r"\ ") > 2
+        and not _NO_SENTENCE.search(ast.unparse(node))
+        and len(re.findall(r"\\ [a-z]{2}", pattern := _build_pattern(node))) > 2
         and not re.search(pattern, said, re.DOTALL)
     ]
 
