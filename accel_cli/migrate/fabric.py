@@ -423,10 +423,11 @@ class _Converter:
         data = given.get("data")
         if data is None:
             return ""
-        if self.uses.gathers_samples(call, data):
+        parent = self.script.parents[call]
+        method: Any = self.script.parents[parent]
+        is_total = get_method(method) in _TOTALS and not method.args
+        if self.uses.gathers_samples(call, data) and (is_total or self.uses.computes_with(parent)):
             return "$fabric.gather_for_metrics($data)"
-        method: Any = self.script.parents[self.script.parents[call]]
-        is_total = isinstance(method, cst.Call) and get_method(method) in _TOTALS and not method.args
         return f"$fabric.gather({self._format_tensor(data)})" if is_total else ""
 
     def _format_tensor(self, data: cst.BaseExpression) -> str:

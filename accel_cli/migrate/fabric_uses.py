@@ -167,6 +167,19 @@ class FabricUses:
         names = [self.script.variable(one) for one in list_elements(data)]
         return all(name is not None and samples.get(name) in {"batch", "output"} for name in names)
 
+    def computes_with(self, assign: cst.CSTNode) -> bool:
+        """Return whether assigned tensors are used in operators and methods only, and not by their rows."""
+        script = self.script
+        names = list_elements(assign.targets[0].target) if isinstance(assign, cst.Assign) else []
+        variables = {script.variable(name) for name in names} - {None}
+        uses = [
+            script.parents[node]
+            for node in script.nodes
+            if script.variable(node) in variables and script.start(node) > script.end(assign)
+        ]
+        operators = (cst.Attribute, cst.BinaryOperation, cst.Comparison, cst.ComparisonTarget)
+        return bool(variables) and all(isinstance(one, (*operators, cst.AssignTarget)) for one in uses)
+
     def note_counts(self) -> None:
         """Note the first statement of each evaluation loop that counts samples before their padding is removed."""
         for loop in list_evaluations(self.conversion):

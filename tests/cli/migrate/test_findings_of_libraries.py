@@ -30,6 +30,7 @@ def run(command):
 PAIRS = [
     # Fabric: calls and members
     Pair("This call of all_gather is not converted. Write accelerator.gather(tensor), which concatenates", FABRIC + "rows = fabric.all_gather(x)\nprint(rows.shape)\n", FABRIC + "print(fabric.all_gather(x).mean())\n"),
+    Pair("This call of all_gather is not converted", EVALUATION + "    out = model(x)\n    rows = fabric.all_gather(out)\n    total += rows[0].sum()\n", EVALUATION + "    out = model(x)\n    rows = fabric.all_gather(out)\n    total += rows.sum()\n"),
     Pair("This call of init_module is not converted. Write with accelerator.device:", FABRIC + "with fabric.init_module(empty_init=True):\n    pass\n", FABRIC + "with fabric.init_module(empty_init=False):\n    pass\n"),
     Pair("This call of save is not converted. Write accelerator.save(state_dict, path)", FABRIC + "fabric.save('a', state())\n", FABRIC + "fabric.save('a', model.state_dict())\n"),
     Pair("This call of setup_dataloaders is not converted. Write accelerator.prepare(loader)", FABRIC + "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)\n", FABRIC + "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=True)\n"),
