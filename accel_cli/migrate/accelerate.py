@@ -94,7 +94,8 @@ def _convert(script: Script, edits: Edits, node: cst.CSTNode) -> Finding | None:
         if missing and _is_guarded(script, node):
             advice = f"accel has no counterpart of {missing[0]}. This import stays, and needs Accelerate where its condition holds."
             return Finding(script.line(node), advice)
-        edits.change(node, lambda one: one.with_changes(module=_rename(one.module)))
+        if not (missing and script.is_optional(node)):
+            edits.change(node, lambda one: one.with_changes(module=_rename(one.module)))
     elif isinstance(node, cst.Import):
         for alias in node.names:
             if _is_accelerate(to_code(alias.name)):
