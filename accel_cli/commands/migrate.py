@@ -145,7 +145,7 @@ def _convert(paths: list[Path], context: click.Context, *, write: bool, check: b
 
 def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
     """Return the files after their conversion, and the errors of files in folders that cannot be converted."""
-    from accel_cli.migrate.files import MigratedFile, find_files
+    from accel_cli.migrate.files import MigratedFile, find_files, join_trainings
 
     files: list[MigratedFile] = []
     problems: list[str] = []
@@ -160,7 +160,7 @@ def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
             raise UsageError(result)
         else:
             problems.append(result)
-    return files, problems
+    return join_trainings(files), problems
 
 
 def _migrate_files(found: list[tuple[Path, Path]]) -> Iterator[MigratedFile | str]:

@@ -16,9 +16,9 @@ from accel_cli.migrate.collectives import find_collectives, find_own_parallelism
 from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
-from accel_cli.migrate.findings import Finding, UnsafeError
+from accel_cli.migrate.findings import Finding, MissingModelError, Parts, UnsafeError
 from accel_cli.migrate.preparation import check_creations, place_accelerator, prepare_objects
-from accel_cli.migrate.raw import Conversion, thread_accelerator
+from accel_cli.migrate.raw import Conversion, strip_wrappers, thread_accelerator
 from accel_cli.migrate.saving import convert_saving
 from accel_cli.migrate.script import Script, to_code
 from accel_cli.migrate.spawn import map_lines, replace_spawn
@@ -28,6 +28,8 @@ from accel_cli.migrate.wrappers import convert_wrappers
 __all__ = ["Migration", "migrate_script"]
 
 _OPTIMIZER = re.compile(r"\boptim\.[A-Z]\w*\(|\b(?:SGD|AdamW?|RMSprop|Adagrad)\(")
+_OTHER_LIBRARIES = {"keras", "tensorflow", "tf_keras"}
+"""Libraries whose optimizers have the names of torch's."""
 _LIGHTNING = {"lightning", "lightning_fabric"}
 _STANDARD = {"nullcontext": "contextlib", "Path": "pathlib"}
 """Names of the standard library that converted scripts for Fabric use."""
@@ -44,6 +46,8 @@ class Migration:
     """Places that are converted, and behave differently on several processes."""
     library: str = ""
     """The library whose scripts `accel launch` runs as they are: `Accelerate`, or a Trainer; empty for others."""
+    parts: Parts | None = None
+    """The parts of a training, if the file does not have all of it."""
 
 
 def migrate_script(text: str, read_elsewhere: AbstractSet[str] = frozenset()) -> Migration:
@@ -62,11 +66,19 @@ def migrate_script(text: str, read_elsewhere: AbstractSet[str] = frozenset()) ->
     packages = _list_packages(tree)
     if "accelerate" in packages:
         return Migration(*convert_accelerate(text), library="Accelerate")
-    if "accel_runtime" in packages:
+    if "accel_runtime" in packages or _gets_accelerator(text, tree):
         return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):
         return _migrate_fabric(text, script)
     return _migrate_raw_loop(text, tree, read_elsewhere)
+
+
+def _gets_accelerator(text: str, tree: ast.Module) -> bool:
+    """Return whether a script trains with an Accelerator that another file creates."""
+    return "accelerator.backward(" in text and any(
+        isinstance(node, ast.Attribute) and ast.unparse(node).endswith("accelerator.backward")
+        for node in ast.walk(tree)
+    )
 
 
 def _list_packages(tree: ast.Module) -> set[str]:
@@ -92,14 +104,43 @@ def _catches_import_error(handler: ast.ExceptHandler) -> bool:
     return bool({"ImportError", "ModuleNotFoundError", "Exception"} & set(names))
 
 
-def _check_objects(text: str, tree: ast.Module) -> Migration:
+def _check_objects(text: str, findings: tuple[Finding, ...]) -> Migration:
     """Report the optimizer of a script without a backward pass, whose training is elsewhere."""
-    match = _OPTIMIZER.search(text) and _OPTIMIZER.search(ast.unparse(tree))
-    if match is None:
-        return Migration(text)
-    line = next((number for number, one in enumerate(text.splitlines(), 1) if match[0] in one), 1)
-    advice = "An optimizer is created here, and the training is in another file or library, which is not converted with this one. Prepare the objects with accelerator.prepare before they are passed on."
-    return Migration(text, (Finding(line, advice),))
+    script = Script(text) if _OPTIMIZER.search(text) else None
+    created = [call for call in script.calls if _creates_optimizer(script, call)] if script else []
+    if script is None or not created:
+        return Migration(text, findings)
+    line = min(map(script.line, created))
+    advice = "An optimizer is created here, and this file has no backward pass. If another file or a library trains with it, prepare the objects with accelerator.prepare before they are passed on. See the page Migrate several files."
+    models = [
+        script.line(node)
+        for variable in script.trained
+        for node, value in script.assigned.get(variable, [])
+        if isinstance(strip_wrappers(script, value), cst.Call)
+    ]
+    finding = Finding(line, advice)
+    parts = Parts(finding, model=min(models, default=0), optimizer=line)
+    return Migration(text, tuple(sorted({*findings, finding})), parts=parts)
+
+
+def _creates_optimizer(script: Script, call: cst.Call) -> bool:
+    name = script.qualified_name(call.func)
+    is_known = script.kind_of(call) == "optimizer" or bool(_OPTIMIZER.search(f"{name}("))
+    is_other = call in script.callees or name.partition(".")[0] in _OTHER_LIBRARIES
+    return is_known and not is_other
+
+
+def _find_parts(conversion: Conversion, finding: Finding) -> Parts:
+    """Return the parts of a training whose model is not in its file."""
+    script = conversion.script
+    stepped = script.list_owners("step")
+    values = [value for one in stepped & script.list_owners("zero_grad") for value in script.find_values(one)]
+    sources = {
+        to_code(value.func).partition(".")[0] if isinstance(value, cst.Call) else ""
+        for value in values
+        if to_code(value) != "None"
+    }
+    return Parts(finding, backward=finding.line, steps=bool(stepped), sources=frozenset(sources))
 
 
 def _migrate_fabric(text: str, script: Script) -> Migration:
@@ -123,19 +164,20 @@ def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[s
     except UnsafeError as error:
         return Migration(text, (error.finding,))
     if not trains:
-        return Migration(text, collectives) if collectives else _check_objects(text, tree)
+        return _check_objects(text, collectives)
     conversion = Conversion(Script(started), read_elsewhere)
     if not conversion.backwards:
         return Migration(text, collectives)
     try:
         module = _convert(conversion)
     except UnsafeError as error:
-        return Migration(text, map_lines((error.finding,), text, started))
+        findings = map_lines((error.finding,), text, started)
+        is_missing = isinstance(error, MissingModelError)
+        return Migration(text, findings, parts=_find_parts(conversion, findings[0]) if is_missing else None)
     result = _finish(started, conversion, module)
-    findings = {*map_lines(result.findings, text, started), *collectives}
     return Migration(
         text if result.text == started else result.text,
-        tuple(sorted(findings)),
+        tuple(sorted({*map_lines(result.findings, text, started), *collectives})),
         map_lines(result.notes, text, started),
     )
 

@@ -13,23 +13,25 @@ import re
 import secrets
 import stat
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import git
-from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.findings import Finding, Parts
 from accel_cli.migrate.marks import add_marks, find_marks
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.text import escape_controls
 
-__all__ = ["STDIN", "MigratedFile", "MissingPackageError", "find_files", "migrate_file"]
+__all__ = ["STDIN", "MigratedFile", "MissingPackageError", "find_files", "join_trainings", "migrate_file"]
 
 STDIN = Path("-")
 """The argument for a script that is read from the standard input."""
 _SHELL = {".sh", ".bash", ".slurm", ".sbatch"}
+_MAX_PLACES = 3
+"""The number of places of one kind that a finding names."""
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "venv"}
 
 
@@ -50,6 +52,8 @@ class MigratedFile:
     """The library whose scripts `accel launch` runs as they are, as in `Migration`."""
     folder: Path = STDIN
     """The folder that is not left: the argument, or that of a file which is an argument."""
+    parts: Parts | None = None
+    """The parts of a training, if the file does not have all of it, as in `Migration`."""
 
     @property
     def name(self) -> str:
@@ -283,27 +287,187 @@ def migrate_file(path: Path, folder: Path) -> MigratedFile:
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     after = result.text if result.text == code else add_marks(code, result.text, result.findings)
     findings = (*result.findings, *find_marks(code))
-    return MigratedFile(path, text, mark + after, findings, result.notes, result.library, folder)
+    return MigratedFile(
+        path, text, mark + after, findings, result.notes, result.library, folder, result.parts
+    )
+
+
+# Trainings that are spread over several files
+
+
+def join_trainings(files: Sequence[MigratedFile]) -> list[MigratedFile]:
+    """Return files with one finding for each training that is spread over several, in place of those of its parts."""
+    if not any(file.parts for file in files):
+        return list(files)
+    project = _Project(files)
+    for training in project.find_trainings():
+        parts = {path: one for path in training if (one := project.get_parts(path))}
+        shown = [path for path in project.arguments if path in parts]
+        first = min(shown, key=lambda path: not parts[path].backward)
+        sentence = Finding(parts[first].finding.line, project.describe(training))
+        for path in shown:
+            project.replace_finding(path, {sentence} if path == first else set())
+    for path in project.find_used_optimizers():
+        project.replace_finding(path, set())
+    return [project.files.get(file.path.resolve(), file) for file in files]
+
+
+class _Project:
+    """Python files with those that they import, and the parts of trainings in them; all paths are resolved."""
+
+    def __init__(self, files: Iterable[MigratedFile]) -> None:
+        self.files = {file.path.resolve(): file for file in files if file.path.suffix == ".py"}
+        self.arguments = list(self.files)
+        partial = {path for path, file in self.files.items() if file.parts}
+        pending = [(path, file.folder.resolve().parent) for path, file in self.files.items()]
+        pending += [(one, root) for path, root in pending if path in partial for one in _list_beside(path)]
+        self._imports: dict[Path, dict[str, Path]] = {}
+        """The files that each file imports, by the names that they have there."""
+        while pending:
+            path, root = pending.pop()
+            if path not in self._imports:
+                self._imports[path] = _find_imports(path, root)
+                pending += [(one, root) for one in self._imports[path].values()]
+        self._reached = {path: self._follow(path) for path in self._imports}
+        related = [reached for reached in self._reached.values() if reached & partial]
+        for path in set().union(*related) - self.files.keys():
+            with contextlib.suppress(UsageError):
+                self.files[path] = migrate_file(path, path.parent)
+
+    def _follow(self, path: Path) -> set[Path]:
+        """Return a file and those that it imports, also through others."""
+        found, pending = {path}, [path]
+        while pending:
+            new = set(self._imports[pending.pop()].values()) - found
+            found |= new
+            pending += new
+        return found
+
+    def get_parts(self, path: Path) -> Parts | None:
+        """Return the parts of a training in a file that does not have all of it."""
+        return self.files[path].parts if path in self.files else None
+
+    def replace_finding(self, path: Path, findings: set[Finding]) -> None:
+        """Replace the finding about the parts of a file."""
+        file = self.files[path]
+        others = {one for one in file.findings if not file.parts or one != file.parts.finding}
+        self.files[path] = replace(file, findings=tuple(sorted(others | findings)), parts=None)
+
+    def find_trainings(self) -> list[set[Path]]:
+        """Return the files of each training that is spread; trainings with a file in common are one."""
+        found: list[set[Path]] = []
+        for path in self.files:
+            if others := self._find_others(path):
+                joined = [training for training in found if training & {path, *others}]
+                found = [training for training in found if training not in joined]
+                found.append({path}.union(others, *joined))
+        return found
+
+    def _find_others(self, path: Path) -> set[Path]:
+        """Return the files with the optimizers of a file's backward pass, or those that import it."""
+        parts = self.get_parts(path)
+        if parts is None or not parts.backward:
+            return set()
+        imported = {name.partition(".")[0] for name in self._imports[path]}
+        if parts.sources and not parts.sources & imported:
+            return set()  # the optimizers are created here or in a library
+        optimizers = {one for one in self.files if (other := self.get_parts(one)) and other.optimizer}
+        users = [reached for reached in self._reached.values() if path in reached]
+        beside = set().union(*users) - self.find_used_optimizers()
+        importing = {one for one, names in self._imports.items() if path in names.values()}
+        return (
+            {one for one in optimizers if one in self._reached[path] or path in self._reached[one]}
+            or optimizers & beside
+            or (importing if parts.steps else set())
+        )
+
+    def find_used_optimizers(self) -> set[Path]:
+        """Return the files with optimizers that a file imports which is converted, and prepares them."""
+        converted = [path for path, file in self.files.items() if "accel_runtime" in file.after]
+        used = {one for path in converted for one in self._imports[path].values()}
+        return {one for one in used if (parts := self.get_parts(one)) and parts.optimizer}
+
+    def describe(self, training: set[Path]) -> str:
+        """Return the text of the finding about a training that is spread over files."""
+        places: dict[str, list[str]] = {kind: [] for kind in ("model", "optimizer", "backward pass")}
+        names = {self._name(path): self.get_parts(path) for path in training}
+        for name, parts in sorted(names.items()):
+            lines = (parts.model, parts.optimizer, parts.backward) if parts else (0, 0, 0)
+            for kind, line in zip(("model", "optimizer", "backward pass"), lines, strict=True):
+                places[kind] += [f"{name}:{line}"] if line else []
+        if not places["optimizer"]:
+            places["imported by"] = sorted(name for name, parts in names.items() if not parts)
+        text = "; ".join(f"{kind}: {_shorten(found)}" for kind, found in places.items() if found)
+        return f"This training is not converted: it is spread over several files ({text}). Change them by hand, as the page Migrate several files shows."
+
+    def _name(self, path: Path) -> str:
+        if path in self.arguments:
+            return self.files[path].name
+        relative = os.path.relpath(path)
+        return escape_controls(str(path) if relative.startswith("..") else relative, keep_lines=False)
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_PLACES} more" if len(names) > _MAX_PLACES else ""
+    return ", ".join(names[:_MAX_PLACES]) + more
+
+
+def _find_imports(path: Path, root: Path) -> dict[str, Path]:
+    """Return the files below a folder that a file imports, by the names that they, or what is in them, have there."""
+    found: dict[str, Path] = {}
+    for node in _parse(path):
+        level = node.level if isinstance(node, ast.ImportFrom) else 0
+        above = [one for one in path.parents if one.is_relative_to(root)]
+        folders = above[level - 1 : level] if level else [*above, *(one / "src" for one in above)]
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            module = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+            if file := _find_module(f"{module}{alias.name}".lstrip("."), tuple(folders)):
+                found[alias.asname or alias.name] = file
+    return found
+
+
+@functools.cache
+def _find_module(name: str, folders: tuple[Path, ...]) -> Path | None:
+    """Return the file of a module, or of the module of a name; that in the first folder."""
+    names = name.split(".")
+    for folder in folders:
+        for count in range(len(names), 0, -1):
+            base = folder.joinpath(*names[:count])
+            for file in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+                if file.is_file():
+                    return file.resolve()
+    return None
+
+
+# Names that other files read
 
 
 def _list_read_elsewhere(path: Path) -> frozenset[str]:
     """Return the names that files beside a script, and beside its folder, import from it or read as attributes."""
     if path == STDIN:
         return frozenset()
-    others = [one for folder in (path.parent, path.parent / "..") for one in sorted(folder.glob("*.py"))]
-    read = [
-        _list_imports(one.resolve()) for one in others if one.is_file() and one.resolve() != path.resolve()
-    ]
+    read = [_list_imports(one) for one in _list_beside(path)]
     return frozenset().union(*(names for modules, names in read if path.stem in modules))
+
+
+def _list_beside(path: Path) -> list[Path]:
+    """Return the other Python files of a file's folder, and those beside this folder."""
+    found = [one.resolve() for folder in (path.parent, path.parent / "..") for one in folder.glob("*.py")]
+    return sorted(one for one in found if one.is_file() and one != path.resolve())
+
+
+def _parse(path: Path) -> list[ast.AST]:
+    """Return the nodes of a Python file; none if it cannot be read."""
+    try:
+        return list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
 
 
 @functools.cache
 def _list_imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
     """Return the last parts of the modules that a file imports, and the names that it imports or reads as attributes."""
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return frozenset(), frozenset()
+    nodes = _parse(path)
     modules: set[str] = set()
     names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:

@@ -394,7 +394,7 @@ def _note_order(conversion: Conversion) -> None:
 
 
 def find_rest(script: Script) -> tuple[Finding, ...]:
-    """Return the places of a raw script in one that imports accel already."""
+    """Return the places of a raw script in one that uses accel already."""
     findings = []
     for call in script.calls:
         advice = _LEFT.get(script.qualified_name(call.func) or to_code(call.func), "")
@@ -404,7 +404,7 @@ def find_rest(script: Script) -> tuple[Finding, ...]:
             findings.append(
                 Finding(
                     script.line(call),
-                    f"This is not converted, since the script imports accel_runtime already. {advice}",
+                    f"This is not converted, since the script uses accel already. {advice}",
                 )
             )
     return tuple(sorted(set(findings)))

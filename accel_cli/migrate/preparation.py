@@ -9,6 +9,7 @@ from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.findings import MissingModelError
 from accel_cli.migrate.raw import ORDER, Conversion, strip_wrappers
 from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
 
@@ -108,9 +109,9 @@ def place_accelerator(conversion: Conversion) -> None:
                     one,
                     "The script starts processes that train one model in shared memory, without an average of their gradients. Call the function that trains once, create model and optimizer there, and start the script with accel launch --nproc-per-node N.",
                 )
-        raise conversion.unsafe(
-            call,
-            "The model and optimizer of this backward pass were not found. Create them in the script, and pass them to accelerator.prepare.",
+        raise MissingModelError(
+            script.line(call),
+            "No model of this file with an optimizer was found for this backward pass. Create both in this file, and pass them to accelerator.prepare.",
         )
     first = min((node for nodes in conversion.creations.values() for node in nodes), key=script.start)
     owners = {script.function_of(node) for nodes in conversion.creations.values() for node in nodes}

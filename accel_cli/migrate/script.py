@@ -133,8 +133,8 @@ class Script(Structure):
 
     def _find_foreign_optimizers(self) -> None:
         """Add the calls of other packages whose results are stepped and zeroed, and get the parameters of a model."""
-        stepped = self._list_owners("step")
-        for variable in stepped & self._list_owners("zero_grad"):
+        stepped = self.list_owners("step")
+        for variable in stepped & self.list_owners("zero_grad"):
             for _, value in self.assigned.get(variable, []):
                 if (
                     isinstance(value, cst.Call)
@@ -143,7 +143,7 @@ class Script(Structure):
                 ):
                     self._foreign_optimizers.add(value)
 
-    def _list_owners(self, method: str) -> set[Variable]:
+    def list_owners(self, method: str) -> set[Variable]:
         """Return the variables whose method is called, also of parameters, and those in `scaler.step(optimizer)`."""
         pending: list[cst.CSTNode] = []
         for call in self.calls:

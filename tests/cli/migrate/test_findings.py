@@ -39,7 +39,7 @@ UNSAFE = {
     "spawn": ("import torch.multiprocessing as mp\n" + HEAD + LOOP + "mp.spawn(print, nprocs=2)\n", "start the script with accel launch"),
     "a training loader in a tuple": (HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, "Read it in a for loop by its own name"),
     "a training loader that is read before a function trains": (HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(list(loader))\nfor x in loader:\n    fit(x)\n", "Read it in a for loop by its own name"),
-    "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "in another file"),
+    "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "If another file or a library trains with it"),
 }  # fmt: skip
 FOUND = {
     "a loss that another one is added to": (HEAD + LOOP.replace("    loss.backward()", "    loss += model(x).abs().mean()\n    loss.backward()"), None),
