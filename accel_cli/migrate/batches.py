@@ -7,7 +7,7 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import descendants, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, to_code
 
 __all__ = ["find_own_batches", "find_unseeded_draws"]
 
@@ -20,6 +20,7 @@ def find_own_batches(conversion: Conversion) -> None:
     """Report backward passes whose batches are not those of a loader, once for each loop."""
     script = conversion.script
     seen = set()
+    is_split = _leave_webdatasets(conversion)
     for call in conversion.backwards:
         region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
         if region in seen or _reads_loader(conversion, call):
@@ -27,6 +28,8 @@ def find_own_batches(conversion: Conversion) -> None:
         seen.add(region)
         draws = _find_draws(conversion, call)
         conversion.draws.update(draws)
+        if is_split and not draws:
+            continue
         if source := _find_unknown_loader(conversion, call):
             conversion.finding(
                 call,
@@ -44,6 +47,51 @@ def find_own_batches(conversion: Conversion) -> None:
                 "These samples are drawn by the script, and are equal on every process with the same seed. Before the training, write: "
                 f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
             )
+
+
+def _leave_webdatasets(conversion: Conversion) -> bool:
+    """Report loaders that read a webdataset, which splits its shards itself; return whether there are any."""
+    script = conversion.script
+    loaders = [
+        call
+        for call in script.calls
+        if script.is_call_of(call, "webdataset.WebLoader")
+        or (
+            call not in script.callees
+            and script.kind_of(call) == "loader"
+            and _reads_webdataset(script, call, set())
+        )
+    ]
+    for call in loaders:
+        statement = script.find_ancestor(call, (cst.Assign, cst.AnnAssign))
+        names = [
+            one for one, entries in script.assigned.items() if any(node is statement for node, _ in entries)
+        ]
+        conversion.unprepared.update(names)
+        name = names[0].code if names else "loader"
+        loader = name if script.kind_of(call) == "loader" else f"DataLoader({name}, batch_size=None)"
+        conversion.finding(
+            call,
+            "This loader is not prepared. Each process reads its own shards only if WebDataset gets nodesplitter=webdataset.split_by_node. Pass that, and write before the training: "
+            f'{name} = accelerator.prepare_data_loader({loader}, data="sharded"). In an evaluation, gather what is counted with accelerator.gather_for_metrics.',
+        )
+    return bool(loaders)
+
+
+def _reads_webdataset(script: Script, node: cst.CSTNode, seen: set[Any]) -> bool:
+    """Return whether an expression has a dataset of webdataset, also through variables and functions."""
+    for one in descendants(node):
+        if script.qualified_name(one).startswith("webdataset."):
+            return True
+        source = script.callees.get(one) or script.variable(one)
+        if source is not None and source not in seen:
+            seen.add(source)
+            values = (
+                script.list_values(source) if isinstance(source, Variable) else script.returned_values(source)
+            )
+            if any(_reads_webdataset(script, value, seen) for value in values):
+                return True
+    return False
 
 
 def find_unseeded_draws(conversion: Conversion) -> None:

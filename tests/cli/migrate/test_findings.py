@@ -261,6 +261,21 @@ def test_a_doubtful_place_is_a_finding_of_a_converted_script(text, message):
 
 
 @pytest.mark.parametrize(
+    ("dataset", "loader", "prepared"),
+    [
+        ("wds.WebDataset('a.tar')", "wds.WebLoader(build(), batch_size=8)\nloader = loader.unbatched().batched(4)", "DataLoader(loader, batch_size=None)"),
+        ("wds.WebDataset('a.tar').decode()", "DataLoader(data, batch_size=8)", "loader"),
+    ],
+)  # fmt: skip
+def test_a_loader_of_webdataset_is_not_prepared_and_gets_the_code_for_its_shards(dataset, loader, prepared):
+    head = f"import webdataset as wds\ndef build():\n    return {dataset}\ndata = build()\n" + HEAD
+    result = migrate_script(head.replace("DataLoader(torch.randn(32, 8), batch_size=8)", loader) + LOOP)
+    assert "\nmodel, optimizer = accelerator.prepare(model, optimizer)\n" in result.text
+    [finding] = result.findings
+    assert f'loader = accelerator.prepare_data_loader({prepared}, data="sharded")' in finding.text
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "",
