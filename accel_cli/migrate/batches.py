@@ -7,9 +7,9 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_positional, to_code
 
-__all__ = ["find_own_batches", "find_unseeded_draws"]
+__all__ = ["draws_same_numbers", "find_own_batches", "find_unseeded_draws", "list_loops"]
 
 _RANDOM = ("torch.rand", "torch.bernoulli", "torch.normal", "torch.multinomial", "numpy.random.", "random.")
 _GENERATORS = ("default_rng", "RandomState", "Generator", "Random")
@@ -30,21 +30,16 @@ def find_own_batches(conversion: Conversion) -> None:
         conversion.draws.update(draws)
         if is_split and not draws:
             continue
-        if source := _find_unknown_loader(conversion, call):
+        if not draws:
             conversion.finding(
                 call,
-                f"The samples of this step are read from {source}, whose class is not known here, so every process may train on the same ones. Pass it to accelerator.prepare if it is a DataLoader; otherwise give each process its part.",
+                "The samples of this step are not read from a prepared DataLoader, so they are not divided over the processes, and several compute no more than one. "
+                "Pass a DataLoader of another file to accelerator.prepare. Give each process its part of other samples where they are loaded, of the same length on all, such as x.chunk(accelerator.num_processes)[accelerator.process_index].",
             )
-        elif not draws:
-            conversion.finding(
-                call,
-                "The samples of this step are not read from a DataLoader, so every process trains on the same ones, and several processes compute the same as one. "
-                "Give each process its part where they are loaded, of the same length on all, such as x.chunk(accelerator.num_processes)[accelerator.process_index], or read them from a DataLoader; unchanged, the result is that of one process.",
-            )
-        elif not _is_seeded_by_rank(conversion):
+        elif draws_same_numbers(conversion):
             conversion.finding(
                 draws[0],
-                "These samples are drawn by the script, and are equal on every process with the same seed. Before the training, write: "
+                "These samples are drawn by the script, and its seed makes them equal on every process. Before the training, write: "
                 f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
             )
 
@@ -99,20 +94,29 @@ def find_unseeded_draws(conversion: Conversion) -> None:
     script = conversion.script
     if _find_seeds(conversion):
         return
-    trained = {loop for call in conversion.backwards for loop in _list_loops(conversion, call)}
+    trained = {loop for call in conversion.backwards for loop in list_loops(conversion, call)}
     draws = [
         call
         for call in script.calls
-        if script.qualified_name(call.func).startswith(_RANDOM)
-        and _is_draw(script.qualified_name(call.func), "")
-        and script.function_of(call) in {None, conversion.home}
-        and not trained & set(script.ancestors(call))
+        if _splits(script, call)
+        or (
+            script.qualified_name(call.func).startswith(_RANDOM)
+            and _is_draw(script.qualified_name(call.func), "")
+            and script.function_of(call) in {None, conversion.home}
+            and not trained & set(script.ancestors(call))
+        )
     ]
     if draws:
         conversion.finding(
             draws[0],
             "The script sets no seed, so that each process draws other values here. Call set_seed(seed) of accel_runtime at the start of the script.",
         )
+
+
+def _splits(script: Script, call: cst.Call) -> bool:
+    """Return whether a call draws a split of a dataset from the global generator."""
+    is_split = script.is_call_of(call, "torch.utils.data.random_split")
+    return is_split and get_positional(call, 2, "generator") is None
 
 
 def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:
@@ -128,33 +132,11 @@ def _reads_loader(conversion: Conversion, call: cst.Call) -> bool:
     return conversion.is_prepared(frozenset(conversion.find_batches(call)))
 
 
-def _find_unknown_loader(conversion: Conversion, backward: cst.Call) -> str:
-    """Return the code of what the innermost loop around a backward pass reads if it comes from outside of the script."""
-    script = conversion.script
-    loop = script.find_ancestor(backward, cst.For)
-    node: Any = loop.iter if loop is not None else None
-    while (
-        isinstance(node, cst.Call) and node.args and script.qualified_name(node.func) == "builtins.enumerate"
-    ):
-        node = node.args[0].value
-    variable = script.variable(node) if node is not None else None
-    if variable is None:
-        return ""
-    sources = script.find_values(variable)
-    is_foreign = any(
-        isinstance(one, cst.Call)
-        and one not in script.callees
-        and not script.qualified_name(one.func).startswith(("builtins.", "torch.", "numpy."))
-        for one in sources
-    )
-    return to_code(node) if is_foreign or not sources else ""
-
-
 def _find_draws(conversion: Conversion, backward: cst.Call) -> list[cst.Call]:
     """Return the calls in a training loop, and in functions that it calls, that draw random samples."""
     script = conversion.script
     function = script.function_of(backward)
-    regions = _list_loops(conversion, backward) or ([function] if function is not None else [])
+    regions = list_loops(conversion, backward) or ([function] if function is not None else [])
     found: list[cst.Call] = []
     seen: set[Any] = set()
     while regions:
@@ -186,29 +168,31 @@ def _is_of_module(conversion: Conversion, function: cst.FunctionDef) -> bool:
 
 
 def _find_seeds(conversion: Conversion) -> list[cst.Call]:
-    script = conversion.script
     return [
         call
-        for call in script.calls
-        if call.args
-        and (
-            script.qualified_name(call.func) in _SEEDS or to_code(call.func).rpartition(".")[2] == "set_seed"
-        )
+        for call in conversion.script.calls
+        if call.args and "seed" in to_code(call.func).rpartition(".")[2].lower()
     ]
 
 
-def _is_seeded_by_rank(conversion: Conversion) -> bool:
-    """Return whether the seed of the script depends on the rank."""
-    return any(conversion.reads_rank(call.args[0].value) for call in _find_seeds(conversion))
+def draws_same_numbers(conversion: Conversion) -> bool:
+    """Return whether the script sets a seed that does not depend on the rank."""
+    seeds = _find_seeds(conversion)
+    return bool(seeds) and not any(conversion.reads_rank(call.args[0].value) for call in seeds)
 
 
 def _read_seed(conversion: Conversion) -> str:
-    """Return the code of the script's seed; a number if it has none."""
-    codes = [to_code(call.args[0].value) for call in _find_seeds(conversion)]
+    """Return the code of the script's seed; a number if it is not known."""
+    script = conversion.script
+    codes = [
+        to_code(call.args[0].value)
+        for call in _find_seeds(conversion)
+        if script.qualified_name(call.func) in _SEEDS or to_code(call.func).endswith("set_seed")
+    ]
     return codes[0] if codes else "0"
 
 
-def _list_loops(conversion: Conversion, backward: cst.Call) -> list[Any]:
+def list_loops(conversion: Conversion, backward: cst.Call) -> list[Any]:
     """Return the loops that take the steps of a backward pass, also those that call its function."""
     script = conversion.script
     found: list[Any] = []

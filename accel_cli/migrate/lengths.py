@@ -1,4 +1,4 @@
-"""Numbers of batches that differ between one process and several: schedules, and means over samples."""
+"""Numbers of batches that differ between one process and several, and the divisors of sums."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_method, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, to_code
 
-__all__ = ["check_lengths"]
+__all__ = ["check_lengths", "is_number_of_samples", "list_divisors"]
 
 _SAMPLES = re.compile(r"^len\([\w.]*(?:dataset|data|_set)\)$")
 _SAME_NUMBER = {"builtins.int", "builtins.max", "builtins.min", "builtins.round", "math.ceil", "math.floor"}
@@ -28,16 +28,10 @@ _PASSES = (
 
 
 def check_lengths(conversion: Conversion) -> None:
-    """Report numbers of batches and samples that are wrong on several processes."""
-    script = conversion.script
-    losses = {variable for loss in conversion.losses.values() if (variable := script.variable(loss))}
-    for node in script.nodes:
-        if isinstance(node, cst.Call) and to_code(node.func) == "len" and len(node.args) == 1:
-            _check_length(conversion, node)
-        elif isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
-            _check_mean(conversion, node, node.target, node.value, losses)
-        elif isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
-            _check_mean(conversion, node, node.left, node.right, losses)
+    """Report numbers of batches that are wrong on several processes."""
+    for call in conversion.script.calls:
+        if to_code(call.func) == "len" and len(call.args) == 1:
+            _check_length(conversion, call)
 
 
 def _check_length(conversion: Conversion, call: cst.Call) -> None:
@@ -55,7 +49,9 @@ def _check_length(conversion: Conversion, call: cst.Call) -> None:
         if division is None:
             return
         counted = division
-    is_divided = is_loader and conversion.is_after_prepare(call, role)
+    is_divided = is_loader and (
+        script.find_ancestor(call, cst.Lambda) is not None or conversion.is_after_prepare(call, role)
+    )
     uses = set(_list_uses(conversion, counted, set()))
     if is_divided and "scheduler" in uses:
         conversion.finding(
@@ -160,66 +156,21 @@ def _follow_argument(
 # Means
 
 
-def _check_mean(
-    conversion: Conversion, node: cst.CSTNode, total: cst.CSTNode, count: cst.CSTNode, losses: set[Variable]
-) -> None:
-    """Report a sum of means that is divided by the number of samples."""
-    script = conversion.script
-    if (
-        _SAMPLES.search(to_code(count))
-        and (variable := script.variable(total))
-        and _adds_means(conversion, variable, losses)
-    ):
-        is_gathered = any(
-            loop in script.ancestors(one)
-            for loop in conversion.gathered
-            for one in _list_sums(script, variable)
-        )
-        conversion.finding(
-            node,
-            "The mean of each batch is added, and gathered batches are fewer. Divide by len(loader), or add the mean times the number of samples."
-            if is_gathered
-            else 'A loss is added at each step, and several processes take fewer steps. Divide by len(loader) if it is a mean; write "sum" in accelerator.reduce if it is a sum.',
-        )
+def list_divisors(script: Script, variable: Variable) -> list[cst.BaseExpression]:
+    """Return the expressions that a variable is divided by."""
+    found = []
+    for node in script.nodes:
+        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
+            total, divisor = node.left, node.right
+        elif isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
+            total, divisor = node.target, node.value
+        else:
+            continue
+        if script.variable(total) == variable:
+            found.append(divisor)
+    return found
 
 
-def _adds_means(conversion: Conversion, variable: Variable, losses: set[Variable]) -> bool:
-    """Return whether `loss.item()` of a mean loss is added to a variable, without a factor for the samples."""
-    script = conversion.script
-    for node in _list_sums(script, variable):
-        value: Any = node.value
-        if get_method(value) == "item" and (
-            script.variable(value.func.value) in losses or _is_mean_loss(conversion, node, value.func.value)
-        ):
-            return True
-    return False
-
-
-def _list_sums(script: Script, variable: Variable) -> list[cst.AugAssign]:
-    """Return the statements that add to a variable."""
-    return [
-        node
-        for node in script.nodes
-        if isinstance(node, cst.AugAssign)
-        and isinstance(node.operator, cst.AddAssign)
-        and script.variable(node.target) == variable
-    ]
-
-
-def _is_mean_loss(conversion: Conversion, node: cst.CSTNode, value: cst.BaseExpression) -> bool:
-    """Return whether a value of an evaluation loop whose samples are gathered is a loss of torch that is a mean."""
-    script = conversion.script
-    if not any(loop in script.ancestors(node) for loop in conversion.gathered):
-        return False
-    inner: Any = value
-    while get_method(inner) in {"sum", "mean", "detach", "cpu"}:
-        inner = inner.func.value
-    value = inner
-    if not isinstance(value, cst.Call):
-        return False
-    created = [one for _, one in script.assigned.get(script.variable(value.func) or NO_VARIABLE, [])]
-    for call in [value, *created]:
-        name = script.qualified_name(call.func) if isinstance(call, cst.Call) else ""
-        if name.startswith("torch.nn.") and name.lower().endswith(("loss", "entropy", "with_logits")):
-            return "reduction" not in to_code(call)
-    return False
+def is_number_of_samples(node: cst.BaseExpression) -> bool:
+    """Return whether an expression is the length of a dataset."""
+    return _SAMPLES.search(to_code(node)) is not None

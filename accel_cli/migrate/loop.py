@@ -14,6 +14,7 @@ from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import (
     NO_VARIABLE,
     Script,
+    Variable,
     descendants,
     get_method,
     get_positional,
@@ -21,10 +22,14 @@ from accel_cli.migrate.script import (
 )
 
 __all__ = [
+    "Report",
     "convert_accumulation",
     "convert_backward",
     "convert_clipping",
     "convert_precision",
+    "find_report",
+    "find_terms",
+    "list_losses",
 ]
 
 _AUTOCAST = (
@@ -41,13 +46,16 @@ _CLIPPING = {
     "torch.nn.utils.clip_grad.clip_grad_norm_": "clip_grad_norm_",
 }
 
+_REPORTS = {"print", "append", "extend", "add_scalar", "log", "info", "write", "update", "set_description", "set_postfix"}  # fmt: skip
+_OF_LOSSES = {"detach", "cpu", "data", "item", "numpy", "tolist", "mean", "sum", "squeeze", "clone", "float"}
+"""Members of a loss by which it is reported."""
+
 
 # Gradients
 
 
 def convert_backward(conversion: Conversion) -> None:
     """Replace `loss.backward()` by `accelerator.backward(loss)`."""
-    script = conversion.script
     for call in conversion.backwards:
         assert isinstance(call.func, cst.Attribute)
         if any(arg.keyword is None or arg.star or arg.keyword.value == "gradient" for arg in call.args):
@@ -58,14 +66,6 @@ def convert_backward(conversion: Conversion) -> None:
         loss: Any = call.func.value
         scaled = _get_scaled(conversion, loss)
         accelerator = cst.parse_expression(f"{conversion.accelerator(call)}.backward")
-        if (
-            scaled is None
-            and isinstance(loss, (cst.Call, cst.Attribute))
-            and script.kind_of(loss) == "scaler"
-        ):
-            raise conversion.unsafe(
-                call, "The scaled loss is not understood. Pass the loss to accelerator.backward."
-            )
         conversion.edits.change(
             call,
             partial(
@@ -117,6 +117,86 @@ def convert_clipping(conversion: Conversion) -> None:
             )
             continue
         conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.{name}"))
+
+
+# Losses
+
+
+def list_losses(conversion: Conversion) -> set[Variable]:
+    """Return the variables of the losses of backward passes."""
+    return {variable for loss in conversion.losses.values() if (variable := conversion.script.variable(loss))}
+
+
+def find_terms(conversion: Conversion) -> set[Variable]:
+    """Return the terms of losses that are sums, and the variables that are sums of losses."""
+    script = conversion.script
+    losses = list_losses(conversion)
+    found: set[Variable] = set()
+    for node in script.nodes:
+        if isinstance(node, cst.Assign) and isinstance(node.value, cst.BinaryOperation):
+            terms = {variable for one in _list_terms(node.value) if (variable := script.variable(one))}
+            target = script.variable(node.targets[0].target)
+            if target in losses:
+                found |= terms
+            elif terms & losses and target is not None:
+                found.add(target)
+    return found
+
+
+def _list_terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, (cst.Add, cst.Subtract, cst.Multiply, cst.Divide)
+    ):
+        return [*_list_terms(node.left), *_list_terms(node.right)]
+    return [node]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The place where a loss is printed, logged or added up."""
+
+    name: cst.BaseExpression
+    node: cst.BaseExpression
+    """The expression to replace: `loss.item()`, or the name."""
+    is_number: bool
+    """Whether the expression has the value of the loss as a number."""
+
+
+def find_report(script: Script, name: Any) -> Report | None:
+    """Return the report of a loss at a place where it is read; None for another use."""
+    node: Any = name
+    members: list[str] = []
+    while isinstance(attribute := script.parents.get(node), cst.Attribute) and attribute.value is node:
+        outer = script.parents[attribute]
+        node = outer if isinstance(outer, cst.Call) and outer.func is attribute else attribute
+        members.append(attribute.attr.value)
+    if not set(members) <= _OF_LOSSES or isinstance(script.parents.get(node), cst.AssignTarget):
+        return None
+    is_plain = set(members) <= {"detach", "cpu", "data", "item"}
+    arg: Any = script.parents.get(node)
+    call: Any = script.parents[arg] if isinstance(arg, cst.Arg) else None
+    if is_plain and "item" in members:
+        return Report(name, node, is_number=True)
+    if is_plain and script.is_call_of(call, "builtins.float"):
+        return Report(name, call, is_number=True)
+    is_number = "item" in members or (
+        get_method(call) == "step" and script.kind_of(call.func.value) == "scheduler"
+    )
+    return Report(name, name, is_number) if is_number or _is_reported(script, node) else None
+
+
+def _is_reported(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether an expression is printed, logged, collected or added to a sum."""
+    for one in script.ancestors(node):
+        if isinstance(one, cst.Call) and node not in set(descendants(one.func)):
+            method = to_code(one.func).rpartition(".")[2]
+            if method in _REPORTS or method == "float":
+                return method != "float"
+        if isinstance(one, cst.AugAssign):
+            return not script.variables(one.target) & script.variables(node)
+        if isinstance(one, (cst.BaseSuite, cst.Assign)):
+            return False
+    return False
 
 
 # Accumulation
@@ -296,8 +376,19 @@ def _find_division(
         else:
             continue
         if divides and variable is not None:
-            return _Division(loss, node)
+            return None if _is_read_after(conversion, variable, node) else _Division(loss, node)
     return None
+
+
+def _is_read_after(conversion: Conversion, variable: Variable, division: cst.CSTNode) -> bool:
+    """Return whether a divided loss is read for something else than a backward pass or a report."""
+    script = conversion.script
+    return any(
+        script.start(one) > script.end(division)
+        and find_report(script, one) is None
+        and not any(outer in conversion.backwards for outer in script.ancestors(one))
+        for one in script.list_reads(variable)
+    )
 
 
 def _remove_division(conversion: Conversion, division: _Division, count: str) -> None:
@@ -414,26 +505,14 @@ def _trains_in_autocast(conversion: Conversion) -> bool:
                 callee for call, callee in script.callees.items() if call in set(descendants(function))
             ]
     calls = [node for node in inside if script.is_model_call(node)]
-    covered = [call for call in calls if _is_in_autocast(conversion, call)]
+    covered = [
+        call for call in calls if any(script.is_call_of(one, *_AUTOCAST) for one in script.contexts(call))
+    ]
     uses_scaler = any(role.kind == "scaler" for role in script.roles.values())
     is_named = any(not isinstance(script.parents[call], (cst.WithItem, cst.Decorator)) for call in contexts)
     if is_named or (not uses_scaler and (not inside & set(contexts) or len(covered) < len(calls))):
         return False
     return bool(calls) and len(covered) == len(calls)
-
-
-def _is_in_autocast(conversion: Conversion, call: cst.Call) -> bool:
-    script = conversion.script
-    for one in script.ancestors(call):
-        if isinstance(one, cst.With):
-            contexts: list[cst.BaseExpression] = [item.item for item in one.items]
-        elif isinstance(one, cst.FunctionDef):
-            contexts = [decorator.decorator for decorator in one.decorators]
-        else:
-            continue
-        if any(script.is_call_of(context, *_AUTOCAST) for context in contexts):
-            return True
-    return False
 
 
 def _read_autocast(conversion: Conversion, call: cst.Call) -> str | None:
@@ -446,14 +525,17 @@ def _read_autocast(conversion: Conversion, call: cst.Call) -> str | None:
     condition = "True" if enabled is None else _read_condition(conversion, enabled)
     if condition is None or (device is None and "cuda" not in name and "cpu" not in name):
         return None
-    suffix = "" if condition == "True" else f' if {condition} else "no"'
     if dtype is not None:
         known = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}.get(
             script.qualified_name(dtype)
         )
-        return None if known is None else f'"{known}"{suffix}'
-    is_cpu = "cpu" in name or (device is not None and to_code(device)[1:-1] == "cpu")
-    return f'"{"bf16" if is_cpu else "fp16"}"{suffix}'
+    else:
+        is_cpu = "cpu" in name or (device is not None and to_code(device)[1:-1] == "cpu")
+        known = "bf16" if is_cpu else "fp16"
+    if known is None:
+        return None
+    choice = [f'"{known}"', "if", condition, "else", '"no"']
+    return choice[0] if condition == "True" else " ".join(choice)
 
 
 def _read_condition(conversion: Conversion, node: cst.BaseExpression) -> str | None:

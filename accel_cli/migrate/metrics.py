@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.lengths import is_number_of_samples, list_divisors
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Role, Script, Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.script import (
+    Role,
+    Script,
+    Variable,
+    descendants,
+    get_method,
+    get_positional,
+    list_elements,
+    to_code,
+)
 
 __all__ = [
-    "ADVICE",
     "accumulates",
     "check_loaders",
     "convert_evaluation",
     "find_other_uses",
+    "is_gatherable",
     "list_evaluations",
 ]
 
@@ -25,7 +36,8 @@ _TENSOR_METHODS = {
 }  # fmt: skip
 """Attributes of a tensor in an evaluation loop; an output with others is an object with fields."""
 _HARMLESS = {"len", "print", "isinstance", "enumerate", "hasattr", "type"}
-ADVICE = "Gather the outputs and targets with accelerator.gather_for_metrics before counting."
+_MEAN = re.compile(r"^(?!.*(\*|sum)).*(\.item\(\)|float\(.*\))$", re.DOTALL)
+"""Code of a value that may be the mean of a batch."""
 
 
 # Loaders
@@ -49,7 +61,7 @@ def check_loaders(conversion: Conversion) -> None:
         conversion.unprepared |= role.origins
         conversion.finding(
             node,
-            "The loader is read in a way that is not understood. The loader is not prepared, so every process evaluates all samples. Read it in a for loop by its own name.",
+            "This loader is not prepared, since it is not only read in for loops by its own name, so every process reads all of its samples. Read it by its own name, and pass it to accelerator.prepare.",
         )
 
 
@@ -61,8 +73,10 @@ def _is_alias(script: Script, node: cst.CSTNode) -> bool:
         known = call in script.callees or call in script.constructed
         if known or name.removeprefix("builtins.") in _HARMLESS or script.is_progress_bar(call):
             return False
-        if isinstance(script.parents.get(call), (cst.For, cst.CompFor)):
-            return name == "builtins.zip"
+        if isinstance(script.parents.get(call), (cst.For, cst.CompFor)) or (
+            name == "builtins.zip" and script.loader_of(call) is not None
+        ):
+            return False
         return name.startswith("builtins.") and not _is_known_read(script, call, name)
     if isinstance(parent, (cst.Element, cst.DictElement)):
         outer = script.parents[script.parents[parent]]
@@ -88,29 +102,19 @@ def _is_known_read(script: Script, call: cst.Call, name: str) -> bool:
 
 
 def find_other_uses(conversion: Conversion) -> None:
-    """Report comprehensions and functions of other files that compute with a part of the samples; a test stays whole there."""
+    """Leave loaders whole that comprehensions and functions of other files compute with; report those that train."""
     script = conversion.script
-    training = conversion.find_training_loaders()
     for node in script.nodes:
-        if isinstance(node, cst.BaseComp):
+        if isinstance(node, cst.BaseComp) and any(map(script.is_model_call, descendants(node))):
             loader = script.loader_of(node.for_in.iter)
-            if (
-                loader
-                and conversion.is_prepared(loader.origins)
-                and any(map(script.is_model_call, descendants(node)))
-            ):
-                conversion.finding(node, f"This counts the samples of one process. {ADVICE}")
+            if loader is not None and conversion.is_prepared(loader.origins):
+                _leave_whole(conversion, node, loader.origins)
         elif isinstance(node, cst.Call) and _is_foreign(script, node):
             roles = [role for arg in node.args if isinstance(role := script.role_of(arg.value), Role)]
-            loaders = {one for role in roles if role.kind == "loader" for one in role.origins}
-            if not loaders or not any(role.kind == "model" for role in roles):
-                continue
-            conversion.unprepared |= loaders - training
-            if loaders & training:
-                conversion.finding(
-                    node,
-                    f"{to_code(node.func)} gets a prepared loader, which has the samples of one process only. {ADVICE}",
-                )
+            loaders = frozenset(one for role in roles if role.kind == "loader" for one in role.origins)
+            kinds = {role.kind for role in roles}
+            if loaders and "model" in kinds and "optimizer" not in kinds:
+                _leave_whole(conversion, node, loaders)
 
 
 def _is_foreign(script: Script, call: cst.Call) -> bool:
@@ -131,9 +135,8 @@ def convert_evaluation(conversion: Conversion) -> None:
         assert role is not None
         if not conversion.is_prepared(role.origins) or script.function_of(loop) in conversion.collective:
             continue
-        problem = _gather(conversion, loop)
-        if problem:
-            _leave_unprepared(conversion, loop, role.origins, problem)
+        if any(map(accumulates, descendants(loop.body))) and not _gather(conversion, loop):
+            _leave_whole(conversion, loop, role.origins)
 
 
 def list_evaluations(conversion: Conversion) -> list[cst.For]:
@@ -155,16 +158,12 @@ def list_evaluations(conversion: Conversion) -> list[cst.For]:
     return found
 
 
-def _gather(conversion: Conversion, loop: cst.For) -> str:
-    """Insert a gather after the model's call in an evaluation loop; return the reason if it is not understood."""
+def _gather(conversion: Conversion, loop: cst.For) -> bool:
+    """Insert a gather after the model's call in an evaluation loop; return False if the loop is not understood."""
     script = conversion.script
     calls = [node for node in descendants(loop.body) if script.is_model_call(node)]
-    if not any(accumulates(node) for node in descendants(loop.body)):
-        return ""
-    if len(calls) != 1:
-        return "This loop counts metrics without one call of the model."
-    if _pads_batches(script, loop):
-        return "The batches are padded to their longest sample, and gathered ones must have one shape: see accelerator.pad_across_processes."
+    if len(calls) != 1 or not is_gatherable(script, loop) or _divides_means(script, loop):
+        return False
     call = calls[0]
     blocks = [
         one
@@ -176,20 +175,53 @@ def _gather(conversion: Conversion, loop: cst.For) -> str:
     if any(not isinstance(one, (cst.With, cst.SimpleStatementLine)) for one in outer) or not isinstance(
         statement, cst.SimpleStatementLine
     ):
-        return "The model is called under a condition or in another loop."
+        return False
     return _insert_gather(conversion, loop, call, statement, outer)
 
 
-def _leave_unprepared(
-    conversion: Conversion, loop: cst.For, origins: frozenset[Variable], problem: str
-) -> None:
+def is_gatherable(script: Script, loop: cst.For) -> bool:
+    """Return whether a loop reads one loader, through no function of another file, whose batches have one shape."""
+    node: Any = loop.iter
+    while isinstance(node, cst.Call) and node.args:
+        if script.qualified_name(node.func) != "builtins.enumerate" and not script.is_progress_bar(node):
+            return False
+        node = node.args[0].value
+    role = script.loader_of(loop.iter)
+    values = [value for one in (role.origins if role else ()) for _, value in script.assigned.get(one, [])]
+    return not any(
+        isinstance(one, cst.Arg)
+        and one.keyword is not None
+        and one.keyword.value == "collate_fn"
+        and to_code(one.value) != "None"
+        for value in values
+        for one in descendants(value)
+    )
+
+
+def _divides_means(script: Script, loop: cst.For) -> bool:
+    """Return whether means of batches are added in a loop, and divided by the number of samples: gathered batches are fewer."""
+    sums = {
+        variable
+        for node in descendants(loop.body)
+        if isinstance(node, cst.AugAssign)
+        and _MEAN.search(to_code(node.value))
+        and (variable := script.variable(node.target))
+    }
+    return any(is_number_of_samples(one) for variable in sums for one in list_divisors(script, variable))
+
+
+def _leave_whole(conversion: Conversion, node: cst.CSTNode, origins: frozenset[Variable]) -> None:
+    """Let every process evaluate all samples of loaders; report those that train, which are prepared."""
     if origins & conversion.find_training_loaders():
-        conversion.finding(loop, f"{problem} The metrics are those of one process. {ADVICE}")
+        conversion.finding(
+            node,
+            "This evaluates the samples of one process, since the loader that trains is prepared. Gather the outputs and targets with accelerator.gather_for_metrics before counting.",
+        )
         return
     conversion.unprepared |= origins
-    conversion.finding(
-        loop,
-        f"{problem} The loader is not prepared, so every process evaluates all samples. Prepare it. {ADVICE}",
+    conversion.note(
+        node,
+        "Every process evaluates all samples here, since this loader is not prepared. To divide them, prepare it, and gather the outputs and targets with accelerator.gather_for_metrics before counting.",
     )
 
 
@@ -209,13 +241,14 @@ def accumulates(node: cst.CSTNode) -> bool:
 
 def _insert_gather(
     conversion: Conversion, loop: cst.For, call: cst.Call, statement: Any, outer: list[Any]
-) -> str:
-    """Gather the outputs and the parts of the batch that are read later; return the reason if this is not possible."""
+) -> bool:
+    """Gather the outputs and the parts of the batch that are read later; return False if this is not possible."""
     script = conversion.script
     assign = statement.body[0]
     later = _list_later(script, outer)
-    if loss := _find_loss(conversion, assign, later):
-        return f"The model returns a loss ({loss}), which is a mean over the batch."
+    earlier = set(descendants(loop.body)) - {*later, *descendants(statement)}
+    if any(map(accumulates, earlier)) or _returns_loss(conversion, assign, later):
+        return False
     is_assigned = (
         isinstance(assign, cst.Assign)
         and assign.value is call
@@ -227,12 +260,14 @@ def _insert_gather(
         used = {node.value for node in script.nodes if isinstance(node, cst.Name)}
         outputs = next(name for name in ("outputs", "predictions", "model_outputs") if name not in used)
         later = [*descendants(statement), *later]
-    if shape := _find_fixed_shape(script, loop, later):
-        return f"A batch is given the shape {shape}, and a gathered batch has more rows: write -1 for them."
     inside = set(descendants(call))
     names = [node for node in later if isinstance(node, cst.Name) and node not in inside]
-    if problem := _find_problem(script, loop, names, outputs, set(later)):
-        return problem
+    if (
+        any(map(_has_fixed_shape, later))
+        or any(_reduces_rows(node, call, outputs) for node in later)
+        or not _can_gather_names(script, loop, names, outputs, set(later))
+    ):
+        return False
     conversion.gathered.add(loop)
     assigned = {node.value for node in names if isinstance(script.parents[node], cst.AssignTarget)}
     parts = dict.fromkeys(
@@ -246,96 +281,57 @@ def _insert_gather(
     else:
         _hoist(conversion, call, statement, outputs)
         conversion.edits.insert_before(statement, code)
-    return ""
+    return True
 
 
-def _pads_batches(script: Script, loop: cst.For) -> bool:
-    """Return whether the loader of a loop pads its batches in a function, each to a length of its own."""
-    role = script.loader_of(loop.iter)
-    for origin in role.origins if role is not None else ():
-        for _, value in script.assigned.get(origin, []):
-            collate = next(
-                (
-                    arg.value
-                    for one in descendants(value)
-                    if isinstance(one, cst.Call)
-                    for arg in one.args
-                    if arg.keyword is not None and arg.keyword.value == "collate_fn"
-                ),
-                None,
-            )
-            if collate is None or to_code(collate) == "None":
-                continue
-            variable = script.variable(collate)
-            function = next(
-                (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)),
-                None,
-            )
-            words = to_code(function.body) if function is not None else "pad"
-            return "pad" in words or "max(" in words
-    return False
+def _has_fixed_shape(node: cst.CSTNode) -> bool:
+    """Return whether a batch is given a number of rows, which is another one for gathered batches."""
+    if get_method(node) not in {"view", "reshape", "expand"} or not node.args:  # type: ignore[attr-defined]
+        return False
+    rows = node.args[0].value  # type: ignore[attr-defined]
+    code = to_code(list_elements(rows)[0])
+    return "batch_size" in code or (code.isdigit() and code != "1")
 
 
-def _find_fixed_shape(script: Script, loop: cst.For, later: list[cst.CSTNode]) -> str:
-    """Return the shape that the script gives a value of a batch if its number of rows is that of one process."""
-    for node in later:
-        if (
-            not isinstance(node, cst.Call)
-            or get_method(node) not in {"view", "reshape", "expand"}
-            or not node.args
-        ):
-            continue
-        rows = node.args[0].value
-        rows = list_elements(rows)[0] if isinstance(rows, (cst.Tuple, cst.List)) else rows
-        code = to_code(rows)
-        is_own = any(word in code for word in ("size", "shape", "len(")) and not isinstance(
-            rows, cst.Attribute
-        )
-        is_setting = "batch_size" in code or (
-            isinstance(rows, cst.Integer) and code != "1" and len(node.args) > 1
-        )
-        if is_setting and not (is_own and script.variables(rows) & _list_batch_variables(script, loop)):
-            return f"({', '.join(to_code(arg.value) for arg in node.args)})"
-    return ""
+def _reduces_rows(node: cst.CSTNode, call: cst.Call, outputs: str) -> bool:
+    """Return whether the first dimension of an output is reduced, which then is not that of the samples."""
+    if get_method(node) not in {"mean", "sum"}:
+        return False
+    owner, arg = node.func.value, get_positional(node, 0, "dim")  # type: ignore[attr-defined,arg-type]
+    is_output = owner is call or (isinstance(owner, cst.Name) and owner.value == outputs)
+    return is_output and arg is not None and to_code(arg) == "0"
 
 
-def _list_batch_variables(script: Script, loop: cst.For) -> set[Variable]:
-    """Return the variables of a loop that depend on its batches."""
-    known = script.variables(script.batch_target(loop) or loop.target)
-    return known | _find_derived(script, loop, descendants(loop.body))
-
-
-def _find_problem(
+def _can_gather_names(
     script: Script, loop: cst.For, names: list[cst.Name], outputs: str, later: set[cst.CSTNode]
-) -> str:
-    """Return why the values that are read after the model's call cannot be gathered."""
+) -> bool:
+    """Return whether the values that are read after the model's call are tensors with a row for each sample."""
     derived = _find_derived(script, loop, [node for node in descendants(loop.body) if node not in later])
     for node in names:
         parent = script.parents[node]
         if node.value != outputs:
             if _is_computed(script, loop, node, derived):
-                return f"{node.value} is computed from the batch before the model is called."
-        elif isinstance(parent, cst.AssignTarget):
-            return f"{outputs} is assigned again."
-        elif isinstance(parent, cst.Attribute) and parent.attr.value not in _TENSOR_METHODS:
-            return f"The output of the model has fields ({outputs}.{parent.attr.value})."
-    return ""
+                return False
+        elif isinstance(parent, cst.AssignTarget) or (
+            isinstance(parent, cst.Attribute) and parent.attr.value not in _TENSOR_METHODS
+        ):
+            return False
+    return True
 
 
-def _find_loss(conversion: Conversion, assign: cst.CSTNode, later: list[cst.CSTNode]) -> str:
-    """Return the name of a scalar that the model returns: a name of the trained loss, or a value with one item."""
+def _returns_loss(conversion: Conversion, assign: cst.CSTNode, later: list[cst.CSTNode]) -> bool:
+    """Return whether the model returns a scalar: by a name of the trained loss, or a value with one item."""
     losses = {to_code(loss) for loss in conversion.losses.values()}
     scalars = {
         to_code(node.value) for node in later if isinstance(node, cst.Attribute) and node.attr.value == "item"
     }
     targets = [one.target for one in assign.targets] if isinstance(assign, cst.Assign) else []
     names = {to_code(name) for target in targets for name in list_elements(target)}
-    is_output = (
+    return (
         isinstance(assign, cst.Assign)
-        and isinstance(assign.value, cst.Call)
-        and (conversion.script.kind_of(assign.value.func) == "model")
+        and conversion.script.is_model_call(assign.value)
+        and bool(names & (losses | scalars))
     )
-    return min(names & (losses | scalars), default="") if is_output else ""
 
 
 def _find_derived(script: Script, loop: cst.For, nodes: Iterable[cst.CSTNode]) -> set[Variable]:

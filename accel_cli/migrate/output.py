@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+import bisect
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
+from accel_cli.migrate.batches import draws_same_numbers
 from accel_cli.migrate.edits import drop_last_comma, set_fields, set_function
 from accel_cli.migrate.fabric_uses import FABRIC
 from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.lengths import is_number_of_samples, list_divisors
+from accel_cli.migrate.loop import Report, find_report, find_terms, list_losses
 from accel_cli.migrate.preparation import list_blocks
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.saving import check_file
-from accel_cli.migrate.script import NO_VARIABLE, Script, Variable, descendants, get_positional, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_method, get_positional, to_code
+from accel_cli.migrate.wrappers import runs_without_gradients
 
 __all__ = ["convert_output", "find_places", "find_rest", "reduce_losses"]
 
-_REDUCE = 'Write accelerator.reduce(loss.detach(), "mean") on all processes.'
 _RANDOM = {
     f"torch.{name}"
     for name in ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "randperm", "bernoulli", "normal")
 }  # fmt: skip
-_REPORTS = {"print", "append", "extend", "add_scalar", "log", "info", "write", "update", "set_description", "set_postfix"}  # fmt: skip
 _LEFT = {
-    "torch.distributed.init_process_group": "Remove it: the first Accelerator connects the processes.",
-    "torch.nn.parallel.DistributedDataParallel": "Remove it: accelerator.prepare(model) averages the gradients.",
-    "torch.utils.data.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
-    "torch.utils.data.distributed.DistributedSampler": "Remove it: accelerator.prepare(loader) shards the batches.",
-    **dict.fromkeys(FABRIC, "Write Accelerator(), and its methods for those of Fabric."),
-    "torch.multiprocessing.spawn": "Call the function once, and start the script with accel launch.",
-}
+    "torch.distributed.init_process_group", "torch.nn.parallel.DistributedDataParallel", "torch.multiprocessing.spawn",
+    "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler", *FABRIC,
+}  # fmt: skip
 
 
 # Text
@@ -39,21 +38,12 @@ _LEFT = {
 def convert_output(conversion: Conversion) -> None:
     """Print, show progress bars and log on the main process."""
     script = conversion.script
+    printing: set[Any] = set()
+    noise: list[cst.Call] = []
     for call in script.calls:
         name = script.qualified_name(call.func)
         if name == "builtins.print" and not conversion.is_guarded(call):
-            cls = script.class_of(script.function_of(call))
-            if (
-                conversion.can_reach(call)
-                and not (cls is not None and script.is_torch_class(cls))
-                and script.find_ancestor(call, cst.Lambda) is None
-            ):
-                conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.print"))
-            elif script.function_of(call) in script.callees.values():
-                conversion.note(
-                    call,
-                    "Every process prints this, since the function has no Accelerator. Give it a parameter accelerator, and write accelerator.print.",
-                )
+            _convert_print(conversion, call, printing)
         elif name.endswith("SummaryWriter") or name in {"wandb.init", "mlflow.start_run"}:
             if conversion.is_guarded(call):
                 continue
@@ -66,11 +56,32 @@ def convert_output(conversion: Conversion) -> None:
         elif name == "logging.getLogger" and len(call.args) == 1 and conversion.home is None:
             _convert_logger(conversion, call)
         elif name in _RANDOM and call not in conversion.draws and _is_in_training(conversion, call):
-            conversion.note(
-                call,
-                "With the same seed, these random numbers are equal on every process. Call set_seed(seed, device_specific=True) after the model is created.",
-            )
+            noise.append(call)
+    if noise and draws_same_numbers(conversion):
+        conversion.note(
+            noise[0],
+            "The seed of the script makes these random numbers equal on every process. Call set_seed(seed, device_specific=True) after the model is created.",
+        )
     _convert_progress_bars(conversion)
+
+
+def _convert_print(conversion: Conversion, call: cst.Call, seen: set[Any]) -> None:
+    """Print on the main process; note the first print of each function that could get an Accelerator."""
+    script = conversion.script
+    function = script.function_of(call)
+    cls = script.class_of(function)
+    if (
+        conversion.can_reach(call)
+        and not (cls is not None and script.is_torch_class(cls))
+        and script.find_ancestor(call, cst.Lambda) is None
+    ):
+        conversion.edits.change(call, set_function(f"{conversion.accelerator(call)}.print"))
+    elif conversion.can_get(call) and function not in seen:
+        seen.add(function)
+        conversion.note(
+            call,
+            "Every process prints this, since the function has no Accelerator. Give it a parameter accelerator, and write accelerator.print.",
+        )
 
 
 def _note_sum(conversion: Conversion, call: cst.Call) -> None:
@@ -78,6 +89,8 @@ def _note_sum(conversion: Conversion, call: cst.Call) -> None:
     is_constructor = isinstance(
         conversion.script.parents[call], cst.Assign
     ) and conversion.script.qualified_name(call.func).startswith("torch.nn.")
+    if runs_without_gradients(conversion.script, call):
+        return
     if _is_in_training(conversion, call) or (
         is_constructor and not conversion.script.qualified_name(call.func).startswith("torch.nn.functional")
     ):
@@ -170,74 +183,40 @@ def _convert_progress_bars(conversion: Conversion) -> None:
 def reduce_losses(conversion: Conversion) -> None:
     """Report losses as means over the processes: `loss.item()` becomes `accelerator.reduce(loss.detach(), "mean").item()`."""
     script = conversion.script
-    losses = {
-        variable
-        for loss in conversion.losses.values()
-        if isinstance(loss, cst.Name) and (variable := script.variable(loss)) is not None
-    }
-    reported = losses | _find_terms(conversion, losses)
-    for call in script.calls:
-        owner = _get_reported(conversion, call)
-        variable = script.variable(owner) if owner is not None else None
-        if owner is None or variable not in reported or not _is_reported_loss(conversion, call, variable):
-            continue
-        if conversion.is_guarded(call):
-            _restore_division(conversion, call, variable)
-        elif _depends_on_batch(conversion, call, losses):
-            continue  # the other processes may not take this branch
-        else:
-            _reduce_loss(conversion, call, to_code(owner), variable)
-
-
-def _find_terms(conversion: Conversion, losses: set[Variable]) -> set[Variable]:
-    """Return the terms of losses that are sums, and the variables that are sums of losses."""
-    script = conversion.script
-    found: set[Variable] = set()
+    losses = list_losses(conversion)
+    reported = losses | find_terms(conversion)
     for node in script.nodes:
-        if isinstance(node, cst.Assign) and isinstance(node.value, cst.BinaryOperation):
-            terms = {variable for one in _list_terms(node.value) if (variable := script.variable(one))}
-            target = script.variable(node.targets[0].target)
-            if target in losses:
-                found |= terms
-            elif terms & losses and target is not None:
-                found.add(target)
-    return found
+        variable = script.variable(node)
+        report = find_report(script, node) if variable in reported else None
+        if variable is None or report is None or not _is_reported_loss(conversion, node, variable):
+            continue
+        if not report.is_number and (
+            variable not in losses or not _is_of_backward(conversion, node, variable)
+        ):
+            continue
+        if conversion.is_guarded(node):
+            _restore_division(conversion, report, variable)
+        elif not _depends_on_batch(conversion, node, losses):  # the other processes may not take this branch
+            _reduce_loss(conversion, report, variable)
+    _note_exchange(conversion)
 
 
-def _list_terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
-    if isinstance(node, cst.BinaryOperation) and isinstance(
-        node.operator, (cst.Add, cst.Subtract, cst.Multiply, cst.Divide)
-    ):
-        return [*_list_terms(node.left), *_list_terms(node.right)]
-    return [node]
-
-
-def _get_reported(conversion: Conversion, call: cst.Call) -> cst.BaseExpression | None:
-    """Return the tensor in `tensor.item()`, `float(tensor)` and `scheduler.step(tensor)`."""
-    func = call.func
-    if conversion.script.qualified_name(func) == "builtins.float" and len(call.args) == 1:
-        owner: Any = call.args[0].value
-    elif isinstance(func, cst.Attribute) and func.attr.value == "item" and not call.args:
-        owner = func.value
-    elif (
-        isinstance(func, cst.Attribute)
-        and func.attr.value == "step"
-        and conversion.script.kind_of(func.value) == "scheduler"
-    ):
-        return call.args[0].value if len(call.args) == 1 else None
-    else:
-        return None
-    while isinstance(owner, cst.Call) and isinstance(owner.func, cst.Attribute) and not owner.args:
-        if owner.func.attr.value not in {"detach", "cpu"}:
-            return None
-        owner = owner.func.value
-    return owner  # type: ignore[no-any-return]
-
-
-def _is_reported_loss(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:
-    """Return whether the loss at a call is one of the backward pass, and not of an evaluation loop with the same name."""
+def _is_of_backward(conversion: Conversion, node: cst.CSTNode, variable: Variable) -> bool:
+    """Return whether a loss is still the one of a backward pass where it is read, and not a number of the same name."""
     script = conversion.script
-    loops = [one for one in script.ancestors(call) if isinstance(one, (cst.For, cst.While))]
+    starts = sorted(script.start(assign) for assign, _ in script.assigned.get(variable, []))
+    trained = {
+        bisect.bisect(starts, script.start(call))
+        for call, loss in conversion.losses.items()
+        if script.variable(loss) == variable
+    }
+    return bisect.bisect(starts, script.start(node)) in trained
+
+
+def _is_reported_loss(conversion: Conversion, node: cst.CSTNode, variable: Variable) -> bool:
+    """Return whether the loss at a place is one of the backward pass, and not of an evaluation loop with the same name."""
+    script = conversion.script
+    loops = [one for one in script.ancestors(node) if isinstance(one, (cst.For, cst.While))]
     for loop in loops:
         nodes = set(descendants(loop))
         if any(one in nodes for one in conversion.backwards):
@@ -267,37 +246,71 @@ def _reads_batch(conversion: Conversion, test: cst.CSTNode, losses: set[Variable
     )
 
 
-def _reduce_loss(conversion: Conversion, call: cst.Call, loss: str, variable: Variable) -> None:
-    accelerator = conversion.accelerator(call)
-    node, count = _find_division(conversion, call, variable)
-    value = f"{loss}.detach() / {count}" if count else f"{loss}.detach()"
+def _reduce_loss(conversion: Conversion, report: Report, variable: Variable) -> None:
+    node, count = _find_division(conversion, report, variable)
+    value = f"{to_code(report.name)}.detach()" + (f" / {count}" if count else "")
     conversion.reduced.add(node)
+    conversion.exchanges.append(node)
     quote = _choose_quote(conversion, node)
-    reduced = f"{accelerator}.reduce({value}, {quote}mean{quote})"
-    if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step":
-        conversion.edits.replace(call.args[0].value, reduced)
-    else:
-        conversion.edits.replace(node, f"{reduced}.item()")
+    reduction = f"{quote}{_choose_reduction(conversion, node)}{quote}"
+    item = ".item()" if node is not report.name else ""
+    conversion.edits.replace(node, f"{conversion.accelerator(node)}.reduce({value}, {reduction}){item}")
 
 
-def _restore_division(conversion: Conversion, call: cst.Call, variable: Variable) -> None:
+def _choose_reduction(conversion: Conversion, node: cst.CSTNode) -> str:
+    """Return `sum` for a loss that is added up for all samples: the sum is divided by a number that is not counted in steps."""
+    script = conversion.script
+    statement = script.find_ancestor(node, (cst.AugAssign, cst.BaseSuite))
+    variable = script.variable(statement.target) if isinstance(statement, cst.AugAssign) else None
+    divisors = list_divisors(script, variable) if variable is not None else []
+    if not divisors:
+        return "mean"
+    value = statement.value
+    is_weighted = isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Multiply)
+    if is_weighted and conversion.gathered & set(script.ancestors(node)):
+        return "mean"  # times the number of samples of all processes
+    counted = {script.variable(one.target) for one in script.nodes if isinstance(one, cst.AugAssign)} - {None}
+    is_sum = is_weighted and not any(_counts_steps(script, one, counted) for one in divisors)
+    return "sum" if is_sum or any(map(is_number_of_samples, divisors)) else "mean"
+
+
+def _counts_steps(script: Script, node: cst.CSTNode, counted: set[Variable | None]) -> bool:
+    """Return whether a number is counted in the steps of one process, or is that of the batches of a loader."""
+    return any(
+        script.variable(one) in counted or script.kind_of(one) == "loader" for one in descendants(node)
+    )
+
+
+def _note_exchange(conversion: Conversion) -> None:
+    """Note the first place that makes the processes exchange values at each step."""
+    script = conversion.script
+    kinds = (cst.For, cst.While, cst.FunctionDef, cst.If)
+    regions = {script.find_ancestor(call, kinds[:3]) for call in conversion.backwards}
+    places = [one for one in conversion.exchanges if script.find_ancestor(one, kinds) in regions]
+    if places:
+        conversion.note(
+            min(places, key=script.start),
+            "All processes exchange values here at each step, which takes time. To save it, report every n-th step, or add up detached values and reduce the sum after the loop.",
+        )
+
+
+def _restore_division(conversion: Conversion, report: Report, variable: Variable) -> None:
     """Report the loss of one rank as before, though its division by the accumulation steps was removed."""
-    node, count = _find_division(conversion, call, variable)
+    node, count = _find_division(conversion, report, variable)
     if count:
-        conversion.edits.replace(node, f"({to_code(call)} / {count})")
-    elif node is not call:
-        conversion.edits.replace(node, to_code(call))
+        conversion.edits.replace(node, f"({to_code(report.node)} / {count})")
+    elif node is not report.node:
+        conversion.edits.replace(node, to_code(report.node))
 
 
-def _find_division(conversion: Conversion, call: cst.Call, variable: Variable) -> tuple[Any, str]:
+def _find_division(conversion: Conversion, report: Report, variable: Variable) -> tuple[Any, str]:
     """Return the expression that reports a loss, and the number by which it must be divided since its division was removed."""
     count, position = conversion.divided.get(variable, ("", (0, 0)))
-    if not count or conversion.script.start(call) < position:
-        return call, ""
-    conversion.reported |= set(descendants(call))
-    product: Any = conversion.script.parents[call]
+    if not count or conversion.script.start(report.node) < position:
+        return report.node, ""
+    product: Any = conversion.script.parents[report.node]
     is_product = isinstance(product, cst.BinaryOperation) and isinstance(product.operator, cst.Multiply)
-    return (product, "") if is_product and to_code(product.right) == count else (call, count)
+    return (product, "") if is_product and to_code(product.right) == count else (report.node, count)
 
 
 def _choose_quote(conversion: Conversion, node: cst.CSTNode) -> str:
@@ -310,101 +323,47 @@ def _choose_quote(conversion: Conversion, node: cst.CSTNode) -> str:
 
 
 def find_places(conversion: Conversion) -> None:
-    """Report losses and files that are not converted."""
-    losses = {
-        variable for loss in conversion.losses.values() if (variable := conversion.script.variable(loss))
-    }
-    for node in conversion.script.nodes:
-        if isinstance(node, cst.Call):
-            check_file(conversion, node)
-        elif isinstance(node, cst.Name) and conversion.script.variable(node) in losses:
-            _check_loss(conversion, node)
-    _note_order(conversion)
+    """Report files that every process writes, and wait for those that are read after they are written."""
+    for call in conversion.script.calls:
+        check_file(conversion, call)
+    _wait_for_files(conversion)
 
 
-def _check_loss(conversion: Conversion, node: cst.Name) -> None:
-    """Report a loss that is printed, logged or added without being averaged over the processes."""
-    script = conversion.script
-    parent = script.parents.get(node)
-    _check_division(conversion, node)
-    if isinstance(parent, cst.AssignTarget) or conversion.is_guarded(node):
-        return
-    if isinstance(parent, cst.Attribute) and parent.attr.value in {
-        "item",
-        "backward",
-        "sum",
-        "mean",
-        "squeeze",
-    }:
-        return
-    for one in script.ancestors(node):
-        if isinstance(one, cst.Call):
-            method = to_code(one.func).rpartition(".")[2]
-            if method in {"item", "float", "scale", "backward", "step"}:
-                return
-            if method in _REPORTS and node not in set(descendants(one.func)):
-                conversion.finding(node, f"This loss is that of one process. {_REDUCE}")
-                return
-        if isinstance(one, cst.AugAssign) and script.variable(one.target) != script.variable(node):
-            conversion.finding(node, f"This loss is that of one process. {_REDUCE}")
-            return
-        if isinstance(one, (cst.BaseSuite, cst.Assign)):
-            return
-
-
-def _check_division(conversion: Conversion, node: cst.Name) -> None:
-    """Report other reads of a loss whose division by the accumulation steps was removed."""
-    script = conversion.script
-    count, position = conversion.divided.get(script.variable(node) or NO_VARIABLE, ("", (0, 0)))
-    known = conversion.edits.removed | set(conversion.backwards)
-    is_target = isinstance(script.parents.get(node), cst.AssignTarget)
-    is_known = node in conversion.reported or is_target or any(one in known for one in script.ancestors(node))
-    if count and script.start(node) > position and not is_known:
-        conversion.finding(
-            node, f"The loss is no longer divided by {count} here. Divide it where it is reported."
-        )
-
-
-def _note_order(conversion: Conversion) -> None:
-    """Note files that are read after they are written, and splits without a seed."""
+def _wait_for_files(conversion: Conversion) -> None:
+    """Wait for the main process before a file is read that the script may have written."""
     script = conversion.script
     saves = [call for call in script.calls if script.is_call_of(call, "torch.save")]
+    training = [
+        call
+        for call in script.calls
+        if call in conversion.backwards or script.callees.get(call, False) in conversion.training
+    ]
     waits: set[Any] = set()
-    seeds = any("seed" in to_code(call.func) for call in script.calls)
     for call in script.calls:
-        if script.is_call_of(call, "torch.load") and any(
-            script.line(one) < script.line(call) and script.function_of(one) is script.function_of(call)
-            for one in saves
+        if (
+            script.is_call_of(call, "torch.load")
+            and not conversion.is_guarded(call)
+            and conversion.can_reach(call)
+            and any(
+                script.line(one) < script.line(call) and script.function_of(one) is script.function_of(call)
+                for one in (*saves, *(training if saves else ()))
+            )
         ):
             statement = list_blocks(script, call)[-1][1]
-            if conversion.is_guarded(call) or not conversion.can_reach(call):
-                conversion.note(
-                    call,
-                    "The main process may still write this file. Call accelerator.wait_for_everyone() before.",
-                )
-            elif statement not in waits:
+            if statement not in waits:
                 waits.add(statement)
                 outer = script.find_ancestor(statement, (cst.With, cst.FunctionDef))
                 place = outer if isinstance(outer, cst.With) else statement
                 conversion.edits.insert_before(place, f"{conversion.accelerator(call)}.wait_for_everyone()")
-        elif script.is_call_of(call, "torch.utils.data.random_split") and not seeds:
-            conversion.note(
-                call, "Each process draws another split. Call set_seed(seed) at the start of the script."
-            )
 
 
 def find_rest(script: Script) -> tuple[Finding, ...]:
     """Return the places of a raw script in one that uses accel already."""
-    findings = []
-    for call in script.calls:
-        advice = _LEFT.get(script.qualified_name(call.func) or to_code(call.func), "")
-        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward" and not call.args:
-            advice = f"Write accelerator.backward({to_code(call.func.value)})."
-        if advice:
-            findings.append(
-                Finding(
-                    script.line(call),
-                    f"This is not converted, since the script uses accel already. {advice}",
-                )
-            )
-    return tuple(sorted(set(findings)))
+    return tuple(
+        Finding(
+            script.line(call),
+            "This is not converted, since the script uses accel already. Convert it as the tables on the page Migrate a script show.",
+        )
+        for call in script.calls
+        if script.qualified_name(call.func) in _LEFT or (get_method(call) == "backward" and not call.args)
+    )

@@ -56,7 +56,9 @@ class Conversion:
         self.draws: set[cst.Call] = set()
         """Calls that draw such batches."""
         self.reduced: set[cst.CSTNode] = set()
-        """Values that are means over the processes."""
+        """Values that are reduced over the processes."""
+        self.exchanges: list[cst.CSTNode] = []
+        """Places at which the converted script makes the processes exchange values."""
         self.saved: set[cst.CSTNode] = set()
         """Calls of `open` that are replaced by the path of the file."""
         self.cycles: list[tuple[cst.For, cst.If]] = []
@@ -67,8 +69,6 @@ class Conversion:
         """Loops whose metrics are computed from gathered samples."""
         self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
         """Losses whose division by the accumulation steps was removed, with the position of the division."""
-        self.reported: set[cst.CSTNode] = set()
-        """Reports of such losses, which are divided there."""
         self.dropped: set[cst.CSTNode] = set()
         """Arguments of removed parameters, with the nodes below them."""
         self.stripped: set[cst.CSTNode] = set()
@@ -119,13 +119,17 @@ class Conversion:
             *self.backwards,
             *(call for call, callee in self.script.callees.items() if callee in self.training),
         }
-        return {
-            origin
-            for call in calls
-            for loop in self.script.ancestors(call)
-            if isinstance(loop, cst.For) and (role := self.script.loader_of(loop.iter))
-            for origin in role.origins
-        } | {origin for call in self.backwards for origin in self.find_batches(call)}
+        found: set[Variable] = set()
+        for call in calls:
+            loops = [one for one in self.script.ancestors(call) if isinstance(one, cst.For)]
+            origins = {
+                origin
+                for one in loops
+                if (role := self.script.loader_of(one.iter))
+                for origin in role.origins
+            }
+            found |= origins or (self.find_batches(call) if call in self.backwards else set())
+        return found
 
     def find_batches(self, call: cst.Call) -> set[Variable]:
         """Return the loaders whose batches are assigned in the innermost loop or function around a call, or passed to it."""
@@ -208,7 +212,7 @@ class Conversion:
             variable = self.script.variable(one)
             if variable is not None and variable not in seen:
                 seen.add(variable)
-                if any(self._reads_rank(value, seen) for _, value in self.script.assigned.get(variable, [])):
+                if any(self._reads_rank(value, seen) for value in self.script.list_values(variable)):
                     return True
             callee = self.script.callees.get(one) if isinstance(one, cst.Call) else None
             if callee is not None and Variable(callee, "") not in seen:

@@ -36,21 +36,11 @@ def convert_saving(conversion: Conversion) -> None:
         if not script.is_call_of(call, "torch.save") or not call.args:
             continue
         kinds = {script.kind_of(one) for one in descendants(call.args[0].value)}
-        if not conversion.can_get(call) and not kinds & {"model", "optimizer"}:
-            if script.function_of(call) is not None:
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
+        is_plain = len(call.args) == _SAVED and not any(arg.keyword or arg.star for arg in call.args)
+        if conversion.is_guarded(call):
             continue
-        if (
-            conversion.is_guarded(call)
-            or len(call.args) != _SAVED
-            or any(arg.keyword or arg.star for arg in call.args)
-        ):
-            if not conversion.is_guarded(call):
-                conversion.finding(
-                    call, "Every process writes this file. Use accelerator.save(object, path)."
-                )
+        if not is_plain or not (conversion.can_get(call) or kinds & {"model", "optimizer"}):
+            conversion.finding(call, "Every process writes this file. Use accelerator.save(object, path).")
             continue
         accelerator = conversion.accelerator(call)
         conversion.edits.change(call, set_function(f"{accelerator}.save"))
@@ -101,14 +91,15 @@ def check_file(conversion: Conversion, call: cst.Call) -> None:
     opens = method == "open" and bool(modes & {"w", "a", "x"})
     if name in _FOLDERS:
         if not any(
-            arg.keyword and arg.keyword.value == "exist_ok" for arg in call.args
+            arg.keyword and arg.keyword.value == "exist_ok" and to_code(arg.value) != "False"
+            for arg in call.args
         ) and not conversion.is_guarded(call):
             conversion.finding(
                 call,
                 f"Every process creates this folder, and fails where another one was first. Write os.makedirs({to_code(call.args[0].value)}, exist_ok=True).",
             )
         return
-    if not (opens or downloads or method in _WRITES | _IMAGES):
+    if not (opens or downloads or method in _WRITES | _IMAGES or name == "numpy.save"):
         return
     if call in conversion.saved or conversion.is_guarded(call):
         return

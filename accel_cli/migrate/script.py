@@ -138,7 +138,7 @@ class Script(Structure):
             for _, value in self.assigned.get(variable, []):
                 if (
                     isinstance(value, cst.Call)
-                    and self._is_foreign_call(value)
+                    and self.is_foreign_call(value)
                     and self._gets_parameters(value, set())
                 ):
                     self._foreign_optimizers.add(value)
@@ -158,7 +158,8 @@ class Script(Structure):
                 pending += self.list_values(variable)
         return found
 
-    def _is_foreign_call(self, call: cst.Call) -> bool:
+    def is_foreign_call(self, call: cst.Call) -> bool:
+        """Return whether a call is that of a function or class of another file, and neither of Python nor of torch."""
         name = self.qualified_name(call.func)
         known = call in self.callees or call in self.constructed or name in _KINDS or self._library_kind(name)
         return bool(name) and not known and not name.startswith(("builtins.", "torch."))
@@ -235,9 +236,10 @@ class Script(Structure):
         """Return whether a call is that of a module's method that returns an optimizer of its parameters."""
         if not isinstance(call.func, cst.Attribute):
             return False
-        definition = self._classes.get(self.variable(call.func.value) or NO_VARIABLE)
-        if definition is None and self.variable(call.func.value) is not None and call not in self.callees:
+        owner = self.variable(call.func.value)
+        if owner is not None and owner not in self._classes and call not in self.callees:
             return call.func.attr.value == "configure_optimizers"
+        definition = self._classes.get(owner or NO_VARIABLE)
         method = self._definitions.get(Variable(definition, call.func.attr.value)) if definition else None
         role = self._role_of_result(method) if isinstance(method, cst.FunctionDef) else None
         return isinstance(role, Role) and role.kind == "optimizer"
@@ -433,15 +435,27 @@ class Script(Structure):
     # Loops over loaders
 
     def loader_of(self, node: cst.CSTNode) -> Role | None:
-        """Return the role of the loader that an expression iterates over, also in `enumerate` and `tqdm`."""
+        """Return the role of the loader that an expression iterates over, also in `enumerate`, `tqdm` and `zip`."""
         while isinstance(node, cst.Call) and node.args and self._iterates(node):
             node = node.args[0].value
+        if self.is_call_of(node, "builtins.zip"):
+            roles = [self.loader_of(arg.value) for arg in node.args]  # type: ignore[attr-defined]
+            origins = [role.origins for role in roles if role is not None]
+            return Role("loader", frozenset().union(*origins)) if len(origins) == len(roles) else None
         role = self.role_of(node)
         return role if isinstance(role, Role) and role.kind in {"loader", "iterator"} else None
 
     def _iterates(self, call: cst.Call) -> bool:
-        name = self.qualified_name(call.func).removeprefix("builtins.")
-        return name in _ITERATED or self.is_progress_bar(call)
+        """Return whether a call yields the batches of its first argument; functions of other files do for a loader."""
+        name = self.qualified_name(call.func)
+        if name.removeprefix("builtins.") in _ITERATED or self.is_progress_bar(call):
+            return True
+        is_known = name.startswith("builtins.") or call in self.callees or call in self.constructed
+        return (
+            not is_known
+            and self.kind_of(call.args[0].value) in {"loader", "iterator"}
+            and not self.kind_of(call)
+        )
 
     def is_progress_bar(self, call: cst.Call) -> bool:
         """Return whether a call is that of tqdm."""

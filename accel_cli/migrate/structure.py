@@ -187,6 +187,16 @@ class Structure:
         """Return the innermost node of some types around a node; None without one."""
         return next((one for one in self.ancestors(node) if isinstance(one, kinds)), None)
 
+    def contexts(self, node: cst.CSTNode) -> list[cst.BaseExpression]:
+        """Return the contexts in which a node runs: those of `with`, and decorators."""
+        found: list[cst.BaseExpression] = []
+        for one in self.ancestors(node):
+            if isinstance(one, cst.With):
+                found += [item.item for item in one.items]
+            elif isinstance(one, cst.FunctionDef):
+                found += [decorator.decorator for decorator in one.decorators]
+        return found
+
     def is_optional(self, node: cst.CSTNode) -> bool:
         """Return whether an import is in a `try` that catches its failure."""
         outer = self.find_ancestor(node, (cst.Try, cst.FunctionDef))

@@ -1,4 +1,4 @@
-"""Metrics of training loops, and conditions on values of a batch that must be equal on all processes."""
+"""Metrics of training loops, and conditions on outputs of the model that must be equal on all processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.metrics import ADVICE, accumulates
+from accel_cli.migrate.batches import list_loops
+from accel_cli.migrate.loop import find_report, find_terms, list_losses
+from accel_cli.migrate.metrics import accumulates, is_gatherable
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 from accel_cli.migrate.wrappers import OF_MODULES
@@ -14,8 +16,7 @@ from accel_cli.migrate.wrappers import OF_MODULES
 __all__ = ["convert_training_metrics", "find_conditions", "find_samples"]
 
 _ADDING = {"append", "extend", "update", "add"}
-_DEPTH = 4
-"""Values are followed through this many assignments."""
+_SIZES = {"size", "shape", "numel", "num_graphs", "num_nodes", "batch_size"}
 _PER_SAMPLE = {
     "argmax",
     "max",
@@ -51,7 +52,7 @@ def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Cal
     samples = find_samples(conversion, loop)
     used = _find_used(conversion, loop)
     counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples, used)]
-    if not counting:
+    if not any(_is_metric(conversion, node, samples) for node in counting):
         return
     block = _find_block(conversion, backwards[-1])
     statements = list(block.body)
@@ -62,15 +63,22 @@ def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Cal
     calls_model = any(
         isinstance(node, cst.Call) and script.kind_of(node.func) == "model" for node in nodes_later
     )
-    if first is None or calls_model or any(node not in nodes_later for node in counting):
-        conversion.finding(counting[0], f"This counts the samples of one process. {ADVICE}")
-        return
-    tail = later[later.index(first) :]
+    tail = later[later.index(first) :] if first is not None else []
     names = _list_read_names(conversion, tail, samples)
-    if any(samples[variable] == "unknown" for variable in names):
-        conversion.finding(counting[0], f"This counts the samples of one process. {ADVICE}")
+    if (
+        first is None
+        or calls_model
+        or not is_gatherable(script, loop)
+        or any(node not in nodes_later for node in counting)
+        or any(samples[variable] in {"unknown", "size"} for variable in names)
+    ):
+        conversion.finding(
+            next(node for node in counting if _is_metric(conversion, node, samples)),
+            'This is counted from the samples of one process. Reduce it before it is reported: accelerator.reduce(torch.tensor(x, device=accelerator.device), "sum") for a sum x, or gather_object(x) of accel_runtime for a list x.',
+        )
         return
     conversion.gathered.add(loop)
+    conversion.exchanges.append(first)
     targets = ", ".join(names.values())
     values = ", ".join(
         f"{name}.detach()" if samples[variable] == "output" else name for variable, name in names.items()
@@ -81,6 +89,26 @@ def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Cal
     )
 
 
+def _is_metric(conversion: Conversion, node: cst.CSTNode, samples: dict[Variable, str]) -> bool:
+    """Return whether a node that counts adds something else than a loss, and than numbers of samples."""
+    script = conversion.script
+    losses = list_losses(conversion) | find_terms(conversion)
+    names = [one for one in descendants(node) if isinstance(one, cst.Name)]
+    if any(script.variable(one) in losses and find_report(script, one) for one in names):
+        return False
+    return any(script.variable(one) in samples and not _is_size(script, one, samples) for one in names)
+
+
+def _is_size(script: Script, node: cst.Name, samples: dict[Variable, str]) -> bool:
+    """Return whether the number of samples of a batch or output is read."""
+    if samples[script.variable(node)] == "size":  # type: ignore[index]
+        return True
+    parent = script.parents[node]
+    if isinstance(parent, cst.Attribute) and parent.value is node:
+        return parent.attr.value in _SIZES
+    return isinstance(parent, cst.Arg) and script.is_call_of(script.parents[parent], "builtins.len")
+
+
 def _find_block(conversion: Conversion, call: cst.Call) -> Any:
     for one in conversion.script.ancestors(call):
         if isinstance(one, cst.IndentedBlock) and not isinstance(conversion.script.parents[one], cst.With):
@@ -89,7 +117,7 @@ def _find_block(conversion: Conversion, call: cst.Call) -> Any:
 
 
 def find_samples(conversion: Conversion, loop: cst.For) -> dict[Variable, str]:
-    """Return the variables of a loop with a value for each sample: batches, outputs, and unknown values of both."""
+    """Return the variables of a loop with a value for each sample: batches, outputs, their sizes, and unknown values."""
     script = conversion.script
     samples: dict[Variable, str] = {}
     losses = {
@@ -122,9 +150,11 @@ def _get_sample_kind(conversion: Conversion, value: cst.BaseExpression, samples:
         isinstance(value, cst.Tuple) and all(script.kind_of(one.value) == "batch" for one in value.elements)
     ):
         return "batch"
-    reads = {script.variable(one) for one in descendants(value) if isinstance(one, cst.Name)} & samples.keys()
-    if not reads:
-        return ""
+    names = [
+        one for one in descendants(value) if isinstance(one, cst.Name) and script.variable(one) in samples
+    ]
+    if all(_is_size(script, one, samples) for one in names):
+        return "size" if names else ""
     node = value
     while isinstance(node, (cst.Call, cst.Attribute, cst.Subscript)):
         if isinstance(node, cst.Call):
@@ -164,7 +194,11 @@ def _counts(conversion: Conversion, node: Any, samples: dict[Variable, str], use
         value = cst.Tuple([cst.Element(arg.value) for arg in node.args])
         if conversion.script.variables(node.func) & used:
             return False
-    elif isinstance(node, cst.Assign) and accumulates(node):
+    elif (
+        isinstance(node, cst.Assign)
+        and accumulates(node)
+        and (isinstance(node.targets[0].target, cst.Name) or isinstance(node.value, cst.BinaryOperation))
+    ):
         roots = {conversion.script.variable(one) for one in descendants(node.targets[0].target)}
         losses = {conversion.script.variable(loss) for loss in conversion.losses.values()}
         if roots & ((losses | used) - {None}) or any(
@@ -228,68 +262,91 @@ def _list_read_names(
 
 
 def find_conditions(conversion: Conversion) -> None:
-    """Report conditions on losses and outputs after which processes would take different steps."""
+    """Report conditions on losses and outputs of the training after which processes would take different steps."""
     script = conversion.script
-    losses = {variable for loss in conversion.losses.values() if (variable := script.variable(loss))}
-    loops = {
-        loop
-        for call in conversion.backwards
-        for loop in script.ancestors(call)
-        if isinstance(loop, (cst.For, cst.While))
-    }
-    for loop in loops - conversion.gathered:
-        known = set(losses)
-        for _ in range(_DEPTH):
-            for node in descendants(loop.body):
-                if isinstance(node, (cst.Assign, cst.NamedExpr)) and _reads_output(
-                    conversion, node.value, known
-                ):
-                    targets = node.targets if isinstance(node, cst.Assign) else [node]
-                    known |= {
-                        variable
-                        for target in targets
-                        for one in list_elements(target.target)
-                        if (variable := script.variable(one))
-                    }
-        for node in descendants(loop.body):
-            if (
-                isinstance(node, cst.If)
-                and _reads_output(conversion, node.test, known)
-                and _changes_steps(script, node)
-            ):
+    loops = {loop for call in conversion.backwards for loop in list_loops(conversion, call)}
+    evaluating = [
+        one
+        for one in script.nodes
+        if isinstance(one, cst.For)
+        and one not in loops
+        and not script.is_call_of(one.iter, "builtins.range", "itertools.count")
+    ]
+    equal = {node for loop in (*evaluating, *conversion.gathered) for node in descendants(loop)}
+    known = _find_own_values(conversion, equal)
+    for loop in sorted(loops, key=script.start):
+        conditions = [one for one in descendants(loop.body) if isinstance(one, cst.If)]
+        changing = [one for one in conditions if one not in equal and _changes_steps(script, one, loop)]
+        places: list[Any] = [loop, *changing] if isinstance(loop, cst.While) else changing
+        for node in places:
+            if _is_own_value(conversion, node.test, known, equal):
                 conversion.finding(
                     node,
                     'This condition may differ between processes, and all must take the same steps. Compute its value with accelerator.reduce(..., "mean").',
                 )
 
 
-def _reads_output(conversion: Conversion, value: cst.CSTNode, known: set[Variable]) -> bool:
-    """Return whether a value is computed from a loss or an output of the model, and is not reduced over the processes."""
-    nodes = list(descendants(value))
-    if any(node in conversion.reduced for node in nodes):
-        return False
+def _find_own_values(conversion: Conversion, equal: set[Any]) -> set[Variable]:
+    """Return the variables with values that each process computes from its own outputs of the model."""
     script = conversion.script
-    return any(
-        script.variable(node) in known
-        or script.is_model_call(node)
-        or (
-            bool(get_method(node))
-            and script.kind_of(node.func.value) == "model"
-            and get_method(node) not in OF_MODULES
-        )
-        for node in nodes
-    )
+    known = list_losses(conversion)
+    assignments = [
+        node
+        for node in script.nodes
+        if isinstance(node, (cst.Assign, cst.AugAssign, cst.NamedExpr))
+        and node not in equal
+        and not isinstance(node.value, cst.Dict)
+    ]
+    before = None
+    while before != known:
+        before = set(known)
+        for node in assignments:
+            if _is_own_value(conversion, node.value, known, equal):
+                targets = (
+                    [one.target for one in node.targets] if isinstance(node, cst.Assign) else [node.target]
+                )
+                elements = [one for target in targets for one in list_elements(target)]
+                known |= {variable for one in elements if (variable := script.variable(one))}
+    return known
 
 
-def _changes_steps(script: Script, node: cst.If) -> bool:
-    """Return whether the body of a condition leaves or continues the loop around it, returns or steps."""
-    loop = script.find_ancestor(node, (cst.For, cst.While))
+def _is_own_value(conversion: Conversion, value: cst.CSTNode, known: set[Variable], equal: set[Any]) -> bool:
+    """Return whether a value is computed from outputs of the model of one process, also in functions of the script."""
+    script = conversion.script
+    pending, seen = [value], set()
+    while pending:
+        nodes = list(descendants(pending.pop()))
+        if any(node in conversion.reduced for node in nodes):
+            continue
+        for node in nodes:
+            if node in equal:
+                continue
+            is_method = bool(get_method(node)) and get_method(node) not in OF_MODULES
+            if (
+                script.variable(node) in known
+                or script.is_model_call(node)
+                or (is_method and script.kind_of(node.func.value) == "model")
+            ):
+                return True
+            callee = script.callees.get(node) if isinstance(node, cst.Call) else None
+            if callee is not None and callee not in seen:
+                seen.add(callee)
+                pending += script.returned_values(callee)
+    return False
+
+
+def _changes_steps(script: Script, node: cst.If, loop: Any) -> bool:
+    """Return whether the body of a condition leaves or continues a loop, returns or steps."""
     return any(
         (
             isinstance(one, (cst.Break, cst.Continue))
             and script.find_ancestor(one, (cst.For, cst.While)) is loop
         )
         or isinstance(one, cst.Return)
-        or get_method(one) in {"step", "backward"}
+        or get_method(one) == "backward"
+        or (
+            get_method(one) == "step"
+            and script.kind_of(one.func.value) in {"optimizer", "scheduler", "scaler"}
+        )
         for one in descendants(node.body)
     )

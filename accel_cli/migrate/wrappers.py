@@ -8,12 +8,22 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion, strip_wrappers
-from accel_cli.migrate.script import WRAPPERS, get_method, list_children, to_code
+from accel_cli.migrate.script import (
+    NO_VARIABLE,
+    WRAPPERS,
+    Role,
+    Script,
+    Variable,
+    descendants,
+    get_method,
+    list_children,
+    to_code,
+)
 
-__all__ = ["OF_MODULES", "convert_wrappers"]
+__all__ = ["OF_MODULES", "convert_wrappers", "runs_without_gradients"]
 
 OF_MODULES = {
-    "apply", "bfloat16", "buffers", "children", "clone", "cpu", "cuda", "double", "eval", "float", "forward", "get_parameter", "half", "modules",
+    "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "float", "forward", "get_parameter", "half", "modules",
     "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "to", "train",
 }  # fmt: skip
 """Methods of each module that compute no outputs."""
@@ -45,45 +55,108 @@ def convert_wrappers(conversion: Conversion) -> None:
         ):
             function = f"{conversion.accelerator(node)}.unwrap_model"
             conversion.edits.change(node, partial(_call_on_value, function=function))
-    for call in _find_parts_of_losses(conversion):
-        _check_loss(conversion, call)
+    _find_bypassed(conversion)
 
 
 def _call_on_value(node: cst.Attribute, function: str) -> cst.Call:
     return cst.Call(cst.parse_expression(function), [cst.Arg(node.value)])
 
 
-def _check_loss(conversion: Conversion, call: cst.Call) -> None:
-    """Report a loss that is computed by another method of the model than its forward."""
-    name = get_method(call)
-    if name in OF_MODULES or not name:
-        return
-    assert isinstance(call.func, cst.Attribute)
-    if conversion.script.kind_of(call.func.value) == "model":
-        conversion.finding(
-            call,
-            f"The gradients are not averaged over the processes, since {name} is not the model's forward. Call the model.",
-        )
+def _find_bypassed(conversion: Conversion) -> None:
+    """Report the first call of a step that computes a loss with a model which the step does not call, once for each model.
 
-
-def _find_parts_of_losses(conversion: Conversion) -> set[cst.Call]:
-    """Return the calls from whose values the losses of the backward passes are computed, in the same function."""
+    A model that is called too has its gradients averaged, also those of its other calls in the step.
+    """
     script = conversion.script
+    seen: set[Variable] = set()
+    for backward, loss in conversion.losses.items():
+        region = script.find_ancestor(backward, (cst.For, cst.While, cst.FunctionDef)) or script.module
+        parts = _list_parts(script, loss)
+        calls = [one for one in (*descendants(region), *parts) if script.is_model_call(one)]
+        called = seen.union(*(_get_origins(script, one.func) for one in calls))
+        for call in sorted(parts, key=script.end):
+            name = get_method(call)
+            owner: Any = call.func.value if name else call.func  # type: ignore[attr-defined]
+            models = _get_origins(script, owner) or _find_holders(script, owner)
+            held = _find_held_models(conversion, owner)
+            if name in OF_MODULES or not models | held or (models | held) & called:
+                continue
+            codes = " and ".join(sorted(one.code for one in models | held))
+            seen |= models | held
+            called |= models | held
+            conversion.finding(
+                call,
+                f"The gradients of {codes} are not averaged over the processes, since {to_code(owner)} holds a model as it is before accelerator.prepare. Let {to_code(owner)} be a module, pass it to accelerator.prepare too, and compute the loss by calling it."
+                if held
+                else f"The gradients of {codes} are not averaged over the processes, since the loss is computed by {name or to_code(owner)}, and not by calling the model. Call {name or to_code(owner)} in its forward, and call the model.",
+            )
+
+
+def _get_origins(script: Script, node: cst.BaseExpression) -> frozenset[Variable]:
+    """Return the variables to which a trained model goes back; empty for another expression."""
+    role = script.role_of(node)
+    return role.origins if isinstance(role, Role) and role.kind == "model" else frozenset()
+
+
+def _find_holders(script: Script, node: cst.BaseExpression) -> frozenset[Variable]:
+    """Return the trained models that were created with a model that is not trained itself."""
+    variable = script.variable(node)
+    return frozenset(
+        holder
+        for holder, entries in script.assigned.items()
+        if variable is not None and script.roles.get(holder, Role("")).kind == "model"
+        for _, value in entries
+        for arg in getattr(strip_wrappers(script, value), "args", ())
+        if script.variable(arg.value) == variable
+    )
+
+
+def _find_held_models(conversion: Conversion, node: cst.BaseExpression) -> set[Variable]:
+    """Return the trained models that an object of another file was created with before they are prepared."""
+    script = conversion.script
+    created = [
+        strip_wrappers(script, one)
+        for _, one in script.assigned.get(script.variable(node) or NO_VARIABLE, [])
+    ]
+    return {
+        origin
+        for call in created
+        if isinstance(call, cst.Call) and script.is_foreign_call(call)
+        for arg in call.args
+        if isinstance(role := script.role_of(arg.value), Role)
+        and role.kind == "model"
+        and not conversion.is_after_prepare(arg.value, role)
+        for origin in role.origins
+    }
+
+
+def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
+    """Return the calls from whose values a loss is computed with gradients, also in functions of the script."""
     found: set[cst.Call] = set()
-    for call, loss in conversion.losses.items():
-        function = script.function_of(call)
-        pending: list[cst.CSTNode] = [loss]
-        seen: set[Any] = set()
-        while pending:
-            one = pending.pop()
-            if script.is_model_call(one) or isinstance(one, cst.SubscriptElement):
-                continue  # what goes into the model, and the choice of a part, have no gradients to average
-            if isinstance(one, cst.Call):
-                found.add(one)
-            pending += list_children(one)
-            variable = script.variable(one)
-            if variable is not None and variable not in seen:
-                seen.add(variable)
-                entries = script.assigned.get(variable, [])
-                pending += [value for node, value in entries if script.function_of(node) is function]
+    pending: list[cst.CSTNode] = [loss]
+    seen: set[Any] = set()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, cst.SubscriptElement) or get_method(one) in {"detach", "item"}:
+            continue  # the choice of a part, and numbers, have no gradients to average
+        if isinstance(one, cst.Call) and not runs_without_gradients(script, one):
+            found.add(one)
+        if script.is_model_call(one):
+            continue  # what goes into the model may be no tensor
+        callee = script.callees.get(one) if isinstance(one, cst.Call) else None
+        if callee is not None and callee not in seen:
+            seen.add(callee)
+            pending += script.returned_values(callee)
+        pending += list_children(one)
+        variable = script.variable(one)
+        if variable is not None and variable not in seen:
+            seen.add(variable)
+            function = script.function_of(one)
+            entries = script.assigned.get(variable, [])
+            pending += [value for node, value in entries if script.function_of(node) is function]
     return found
+
+
+def runs_without_gradients(script: Script, call: cst.Call) -> bool:
+    """Return whether a call runs in `no_grad` or `inference_mode`."""
+    return any("no_grad" in code or "inference_mode" in code for code in map(to_code, script.contexts(call)))
