@@ -162,7 +162,12 @@ def _gather(conversion: Conversion, loop: cst.For) -> bool:
     """Insert a gather after the model's call in an evaluation loop; return False if the loop is not understood."""
     script = conversion.script
     calls = [node for node in descendants(loop.body) if script.is_model_call(node)]
-    if len(calls) != 1 or not is_gatherable(script, loop) or _divides_means(script, loop):
+    if (
+        len(calls) != 1
+        or not is_gatherable(script, loop)
+        or _divides_means(script, loop)
+        or any(map(_moves_rows, descendants(loop.body)))
+    ):
         return False
     call = calls[0]
     blocks = [
@@ -291,6 +296,15 @@ def _has_fixed_shape(node: cst.CSTNode) -> bool:
     rows = node.args[0].value  # type: ignore[attr-defined]
     code = to_code(list_elements(rows)[0])
     return "batch_size" in code or (code.isdigit() and code != "1")
+
+
+def _moves_rows(node: cst.CSTNode) -> bool:
+    """Return whether a tensor is transposed, so that its first dimension may not be that of the samples."""
+    if isinstance(node, cst.Call) and node.args:
+        dims = [to_code(arg.value) for arg in node.args]
+        method = get_method(node)
+        return (method == "permute" and dims[0] != "0") or (method == "transpose" and "0" in dims)
+    return isinstance(node, cst.Attribute) and node.attr.value in {"t", "T"}
 
 
 def _reduces_rows(node: cst.CSTNode, call: cst.Call, outputs: str) -> bool:

@@ -66,7 +66,6 @@ FOUND = {
     "a condition of a count of steps": (DDP + LOOP.replace("for i, x in enumerate(loader):", "torch.manual_seed(7 + rank)\nsteps = 0\nwhile True:\n    x = torch.randn(4, 8)\n    steps += 1") + "    if steps > 2:\n        break\n", None),
     "a scheduler that steps within a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "    scheduler.step()\n", "for _ in range(accelerator.num_processes): scheduler.step()"),
     "a scheduler that steps with a cycle": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + CYCLE_END + "        scheduler.step()\n", None),
-    "a loader of another file": (HEAD.replace("loader = DataLoader(torch.randn(32, 8), batch_size=8)\n", "") + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), "whose class is not known here"),
     "a number of a GPU through a class": (HEAD + "class Mover:\n    def __init__(self, gpu):\n        self.gpu = gpu\n    def move(self, x):\n        return x.to(self.gpu)\ngpu = 0\nmover = Mover(gpu)\n" + LOOP.replace("x.to(device)", "mover.move(x)"), "The device self.gpu is not converted"),
     "a length in a dataset": ("from torch.utils.data import Dataset\nclass Blocks(Dataset):\n    def __len__(self):\n        return len(self.data) // self.batch_size\n" .replace("from", "import torch\nfrom", 1) + HEAD + LOOP, None),
     "scheduler at the last batch": (HEAD + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + LOOP + "    if i == len(loader) - 1:\n        scheduler.step()\n", None),

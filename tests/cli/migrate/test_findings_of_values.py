@@ -46,6 +46,7 @@ PAIRS = [
     Pair("not read from a prepared DataLoader", HEAD + "loss = model(torch.ones(4, 8)).mean()\nloss.backward()\noptimizer.step()\n", "from itertools import islice\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(islice(loader, 9))")),
     Pair("x.chunk(accelerator.num_processes)[accelerator.process_index]", DDP + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + STEP, DDP + "import utils\nlogger = utils.Logger()\n" + LOOP.replace("enumerate(loader)", "logger.log_every(loader, 9)").replace("i, x", "x")),
     Pair("Pass a DataLoader of another file to accelerator.prepare", "from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, HEAD + "other = DataLoader(torch.randn(32, 8), batch_size=8)\n" + LOOP.replace("i, x in enumerate(loader)", "x, y in zip(loader, other)")),
+    Pair("Pass a DataLoader of another file to accelerator.prepare", HEAD.partition("loader =")[0] + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), HEAD + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()) + "fit(loader)\n"),
     Pair("if accelerator.num_processes > 1: set_seed(7, device_specific=True)", HEAD.replace("torch.manual_seed(0)", "torch.manual_seed(7)") + DRAWS + STEP, DDP.replace("torch.manual_seed(0)\n", "torch.manual_seed(7 + rank)\n") + DRAWS + STEP),
     Pair("its seed makes them equal on every process", HEAD + DRAWS + STEP, HEAD.replace("torch.manual_seed(0)\n", "") + DRAWS + STEP),
     Pair("its seed makes them equal on every process", HEAD + DRAWS + STEP, "def main(seed):\n    torch.manual_seed(seed)\n" + DDP.replace("torch.manual_seed(0)\n", "main(7 + rank)\n") + DRAWS + STEP),
@@ -90,7 +91,7 @@ PAIRS = [
     Pair("The seed of the script makes these random numbers equal", compute("model(x + torch.randn_like(x)).mean()"), HEAD + LOOP + "print(torch.randn(4))\n"),
     Pair("All processes exchange values here at each step", "total = 0\n" + HEAD + LOOP + "    total += loss.item()\n", HEAD + LOOP + "    if i % 100 == 0:\n        print(loss.item())\n"),
     Pair("All processes exchange values here at each step", "total = 0\n" + HEAD + LOOP + "    total += loss.item()\n", HEAD + LOOP + "print(loss.item())\n"),
-    Pair("This is not converted, since the script imports accel_runtime already", "from accel_runtime import Accelerator\n" + HEAD + LOOP, "from accel_runtime import Accelerator\naccelerator = Accelerator()\n" + HEAD + LOOP.replace("loss.backward()", "accelerator.backward(loss)")),
+    Pair("This is not converted, since the script uses accel already", "from accel_runtime import Accelerator\n" + HEAD + LOOP, "from accel_runtime import Accelerator\naccelerator = Accelerator()\n" + HEAD + LOOP.replace("loss.backward()", "accelerator.backward(loss)")),
     # saving
     Pair("Use accelerator.save(object, path)", HEAD + LOOP + "torch.save(model.state_dict(), 'a.pt', pickle_protocol=4)\n", DDP + LOOP + "if rank == 0:\n    torch.save(model.state_dict(), 'a.pt', pickle_protocol=4)\n"),
     Pair("Every process creates this folder", "import os\n" + HEAD + "os.mkdir('a')\n" + LOOP, "import os\n" + HEAD + "os.makedirs('a', exist_ok=True)\n" + LOOP),
