@@ -108,7 +108,7 @@ def check_file(conversion: Conversion, call: cst.Call) -> None:
             call,
             "Every process downloads these files at the same time. Move this below the creation of the Accelerator, into with accelerator.main_process_first():"
             if downloads
-            else "Every process writes this file. Guard it with if accelerator.is_main_process:",
+            else "Every process writes this file. Write it under if accelerator.is_main_process:, with values that all processes compute before.",
         )
 
 

@@ -282,7 +282,7 @@ def find_conditions(conversion: Conversion) -> None:
             if _is_own_value(conversion, node.test, known, equal):
                 conversion.finding(
                     node,
-                    'This condition may differ between processes, and all must take the same steps. Compute its value with accelerator.reduce(..., "mean").',
+                    'This condition may differ between processes, and all must take the same steps. Compute its value with accelerator.reduce(tensor, "mean").',
                 )
 
 
