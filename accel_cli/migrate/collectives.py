@@ -3,60 +3,80 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
 
 from accel_cli.migrate.findings import Finding
+from accel_cli.migrate.raw import Conversion
+from accel_cli.migrate.script import Script, descendants, to_code
 
 __all__ = ["CONNECTS", "SPAWN", "find_collectives", "find_own_parallelism", "starts_processes"]
 
 _PACKAGE = "torch.distributed"
-_CONVERTED = {
-    "init_process_group", "destroy_process_group", "barrier", "get_rank", "get_world_size", "is_initialized", "all_reduce", "reduce",
-}  # fmt: skip
-"""Functions that are converted, or have a finding where they cannot be."""
+_CONVERTED = {"init_process_group", "destroy_process_group", "barrier", "get_rank", "get_world_size"}
 SPAWN = "torch.multiprocessing.spawn"
 CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
-_ANYWHERE = {
-    "get_default_backend_for_device", "is_available", "is_backend_available", "is_gloo_available", "is_mpi_available",
-    "is_nccl_available", "is_torchelastic_launched",
-}  # fmt: skip
-"""Functions that need no process group."""
-_WITH_COLLECTIVES = ("algorithms.", "distributed_c10d.", "nn.")
-"""Packages whose functions exchange values; others read and write checkpoints, and record errors."""
+_WITH_COLLECTIVES = {_PACKAGE, f"{_PACKAGE}.nn", f"{_PACKAGE}.nn.functional"}
 _ADVICE = {
-    "all_gather": "Write accelerator.gather(tensor)",
-    "all_gather_into_tensor": "Write accelerator.gather(tensor)",
-    "all_gather_object": "Write gather_object([obj]) of accel_runtime",
-    "broadcast": "Write broadcast(tensor) of accel_runtime",
-    "broadcast_object_list": "Write broadcast_object_list(objects) of accel_runtime",
-    "new_group": "Remove it, or set parallel in the profile",
+    "all_gather": "Write accelerator.gather(tensor).",
+    "all_gather_into_tensor": "Write accelerator.gather(tensor).",
+    "all_gather_object": "Write gather_object([obj]) of accel_runtime.",
+    "broadcast": "Write tensor = broadcast(tensor) of accel_runtime.",
+    "broadcast_object_list": "Write broadcast_object_list(objects) of accel_runtime.",
 }
-_OTHER = "It works after Accelerator() on several processes; guard it with if accelerator.num_processes > 1:"
+_GUARD = "Guard it with if accelerator.num_processes > 1:"
+_SEVERAL = re.compile(r"world_size|num_processes|distributed|is_initialized|ddp|rank\W+-1", re.IGNORECASE)
+"""Names in conditions that hold on several processes only."""
+_SHARDS = "Remove it, and set parallel: {dp_shard: auto} in the profile."
+_DIVIDES = "Remove it, and set parallel: {tp: N} in the profile."
+_NONE = "accel has no counterpart; accel launch starts the script as it is."
 _PARALLEL = {
-    "_composable": "Remove it, and set parallel: {dp_shard: auto} in the profile: accelerator.prepare(model) shards the model.",
-    "fsdp": "Remove it, and set parallel: {dp_shard: auto} in the profile: accelerator.prepare(model) shards the model.",
-    "_tensor": "Remove it, and set parallel: {tp: N} in the profile.",
-    "device_mesh": "Remove it, and set parallel in the profile.",
-    "tensor": "Remove it, and set parallel: {tp: N} in the profile.",
-    "autograd": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
-    "optim.DistributedOptimizer": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
+    "_composable": _SHARDS,
+    "fsdp": _SHARDS,
+    "_tensor": _DIVIDES,
+    "tensor": _DIVIDES,
     "optim.ZeroRedundancyOptimizer": "Create its optimizer_class instead, and set parallel: {dp_shard: auto} in the profile.",
-    "pipelining": "A pipeline has no counterpart in accel; accel launch starts it as it is.",
-    "rpc": "A training over RPC has no counterpart in accel; accel launch starts it as it is.",
+    "pipelining": _NONE,
+    "rpc": _NONE,
 }
 """Packages and classes of torch.distributed by which a script divides its model or optimizer itself, with what to write."""
 
 
-def find_collectives(tree: ast.Module) -> tuple[Finding, ...]:
-    """Return the calls of collectives that are not converted, with what to write."""
-    return tuple(
-        Finding(
-            call.lineno, f"This use of process groups is not converted: {name}. {_ADVICE.get(last, _OTHER)}."
-        )
-        for call, name in _list_calls(tree, _PACKAGE)
-        if (last := name.removeprefix(f"{_PACKAGE}.")) not in _CONVERTED | _ANYWHERE
-        and ("." not in last or last.startswith(_WITH_COLLECTIVES))
-    )
+def find_collectives(conversion: Conversion) -> None:
+    """Report the calls of collectives that stay, with what to write on one process."""
+    script = conversion.script
+    changed = conversion.edits.changes.keys() | conversion.edits.removed
+    for call in script.calls:
+        package, _, name = script.qualified_name(call.func).rpartition(".")
+        if (
+            package in _WITH_COLLECTIVES
+            and name not in _CONVERTED
+            and name[0].islower()
+            and not name.startswith("is_")
+            and script.parents[call] not in changed
+            and not _is_of_several(script, call, set())
+        ):
+            conversion.finding(
+                call,
+                f"{package}.{name} works as before on several processes, and fails on one. {_ADVICE.get(name, _GUARD)}",
+            )
+
+
+def _is_of_several(script: Script, node: cst.CSTNode, seen: set[Any]) -> bool:
+    """Return whether a condition restricts a place to several processes, also at the calls of its function."""
+    function = script.function_of(node)
+    around = set(script.ancestors(node))
+    for one in script.nodes:
+        if not isinstance(one, (cst.If, cst.IfExp)) or not _SEVERAL.search(to_code(one.test)):
+            continue
+        leaves = script.function_of(one) is function and script.start(one) < script.start(node)
+        if one in around or (leaves and any(isinstance(end, cst.Return) for end in descendants(one.body))):
+            return True
+    calls = script.calls_of(function) if function is not None and function not in seen else []
+    return bool(calls) and all(_is_of_several(script, call, {*seen, function}) for call in calls)
 
 
 def find_own_parallelism(tree: ast.Module) -> Finding | None:

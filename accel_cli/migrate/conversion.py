@@ -13,7 +13,7 @@ from accel_cli.migrate import devices, distributed, lengths, loop, metrics, outp
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.batches import find_own_batches, find_unseeded_draws
 from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
-from accel_cli.migrate.edits import add_import, drop_unused_imports, find_early_use, list_unbound_names
+from accel_cli.migrate.edits import add_import, drop_unused_imports, has_early_use, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
 from accel_cli.migrate.findings import Finding, MissingModelError, Parts, UnsafeError
@@ -104,12 +104,12 @@ def _catches_import_error(handler: ast.ExceptHandler) -> bool:
     return bool({"ImportError", "ModuleNotFoundError", "Exception"} & set(names))
 
 
-def _check_objects(text: str, findings: tuple[Finding, ...]) -> Migration:
+def _check_objects(text: str) -> Migration:
     """Report the optimizer of a script without a backward pass, whose training is elsewhere."""
     script = Script(text) if _OPTIMIZER.search(text) else None
     created = [call for call in script.calls if _creates_optimizer(script, call)] if script else []
     if script is None or not created:
-        return Migration(text, findings)
+        return Migration(text)
     line = min(map(script.line, created))
     advice = "An optimizer is created here, and this file has no backward pass. If another file or a library trains with it, prepare the objects with accelerator.prepare before they are passed on. See the page Migrate several files."
     models = [
@@ -120,7 +120,7 @@ def _check_objects(text: str, findings: tuple[Finding, ...]) -> Migration:
     ]
     finding = Finding(line, advice)
     parts = Parts(finding, model=min(models, default=0), optimizer=line)
-    return Migration(text, tuple(sorted({*findings, finding})), parts=parts)
+    return Migration(text, (finding,), parts=parts)
 
 
 def _creates_optimizer(script: Script, call: cst.Call) -> bool:
@@ -155,7 +155,6 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
 
 
 def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[str]) -> Migration:
-    collectives = find_collectives(tree) if "distributed" in text else ()
     trains = ".backward(" in text
     if trains and "distributed" in text and (own := find_own_parallelism(tree)):
         return Migration(text, (own,))
@@ -164,10 +163,10 @@ def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[s
     except UnsafeError as error:
         return Migration(text, (error.finding,))
     if not trains:
-        return _check_objects(text, collectives)
+        return _check_objects(text)
     conversion = Conversion(Script(started), read_elsewhere)
     if not conversion.backwards:
-        return Migration(text, collectives)
+        return Migration(text)
     try:
         module = _convert(conversion)
     except UnsafeError as error:
@@ -177,7 +176,7 @@ def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[s
     result = _finish(started, conversion, module)
     return Migration(
         text if result.text == started else result.text,
-        tuple(sorted({*map_lines(result.findings, text, started), *collectives})),
+        map_lines(result.findings, text, started),
         map_lines(result.notes, text, started),
     )
 
@@ -195,15 +194,13 @@ def _finish(
             text,
             (Finding(line, f"The converted script would not be valid: {error.msg}. Convert it by hand."),),
         )
-    if name := find_early_use(changed):
-        advice = f"{name} needs the Accelerator before it is created. Create the device at the start of the script."
-        return Migration(text, (Finding(max(conversion.home_line, 1), advice),))
+    if has_early_use(changed):
+        return Migration(text, (conversion.unreachable(conversion.statement).finding,))
     if unbound := list_unbound_names(changed) - list_unbound_names(text):
         name = min(unbound)
-        line = next(number for number, line in enumerate(text.splitlines(), 1) if name in line)
-        advice = (
-            f"The variable {name} is used in a way that is not understood. Assign it once, before it is used."
-        )
+        uses = [one for one in text.splitlines() if one in changed and re.search(rf"\b{name}\b", one)]
+        line = text.splitlines().index(uses[-1]) + 1 if uses else 1
+        advice = f"The conversion removes {name}, which is used here. Remove this use."
         return Migration(text, (Finding(line, advice),))
     return Migration(changed, tuple(sorted(set(conversion.findings))), tuple(sorted(set(conversion.notes))))
 
@@ -225,6 +222,7 @@ def _convert(conversion: Conversion) -> cst.Module:
     loop.convert_accumulation(conversion)
     metrics.convert_evaluation(conversion)
     distributed.convert_reductions(conversion)
+    find_collectives(conversion)
     devices.convert_devices(conversion)
     prepare_objects(conversion)
     convert_wrappers(conversion)

@@ -18,6 +18,7 @@ from accel_cli.migrate.script import (
     Variable,
     descendants,
     get_method,
+    is_device_name,
     to_code,
 )
 
@@ -36,7 +37,6 @@ _UNMOVED = {
 }
 """Methods of a model that do not depend on its device."""
 _VISIBLE = re.compile(r"environ\[.CUDA_VISIBLE_DEVICES.\]$")
-_DEVICES = {"torch.set_default_tensor_type", "torch.set_default_device"}
 
 
 def convert_devices(conversion: Conversion) -> None:
@@ -136,25 +136,40 @@ def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable
 
 
 def _is_inline_device(conversion: Conversion, node: cst.CSTNode, kept: set[Variable]) -> bool:
-    """Return whether a node is a device of the rank that is computed where it is used, as in `device=f"cuda:{rank}"`."""
+    """Return whether a node is a device of the rank that is computed where it is used, as in `device=f"cuda:{rank}"`, or a fixed one."""
     script = conversion.script
-    arg = script.parents.get(node)
-    if not isinstance(arg, cst.Arg) or not isinstance(node, (cst.FormattedString, cst.Call)):
+    if node in conversion.dropped or not _is_argument_for_device(script, node):
         return False
-    if node in conversion.dropped or script.kind_of(node) != "device" or node in script.callees:
+    if _is_fixed(script, node):
+        return conversion.can_get(node)
+    if not isinstance(node, (cst.FormattedString, cst.Call)) or node in script.callees:
         return False
-    if not conversion.can_get(node):
-        return False
-    call = script.parents[arg]
-    keyword = arg.keyword.value if arg.keyword is not None else ""
-    is_used = keyword in {"device", "map_location"} or (
-        isinstance(call, cst.Call) and get_method(call) == "to"
-    )
     is_own = any(
         isinstance(one, cst.FormattedStringExpression) or script.kind_of(one) in {"local_rank", "rank"}
         for one in descendants(node)
     ) or (isinstance(node, cst.Call) and bool(script.variables(node)))
-    return is_used and is_own and not script.variables(node) & kept
+    return (
+        is_own
+        and script.kind_of(node) == "device"
+        and not script.variables(node) & kept
+        and conversion.can_get(node)
+    )
+
+
+def _is_argument_for_device(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a node is an argument of `to`, or one for the device of a function of torch."""
+    arg = script.parents.get(node)
+    call: Any = script.parents[arg] if isinstance(arg, cst.Arg) else None
+    if not isinstance(call, cst.Call) or not isinstance(arg, cst.Arg):
+        return False
+    keyword = arg.keyword.value if arg.keyword is not None else ""
+    name = script.qualified_name(call.func)
+    return (
+        (get_method(call) == "to" and (keyword == "device" or arg is call.args[0]))
+        or (keyword in {"device", "map_location"} and name.startswith("torch."))
+        or (keyword == "device" and isinstance(node, cst.FormattedString))
+        or name == "torch.set_default_device"
+    )
 
 
 def _format_device(conversion: Conversion, node: cst.CSTNode) -> str:
@@ -198,16 +213,15 @@ def _convert_move(conversion: Conversion, call: cst.Call, kept: set[Variable]) -
     is_cuda = func.attr.value == "cuda"
     target = call.args[0].value if call.args else None
     role = script.role_of(target) if target is not None else None
-    is_device = getattr(role, "kind", "") in {"device", "rank", "local_rank"} or (
-        isinstance(target, cst.SimpleString)
-        and to_code(target)[1:-1].partition(":")[0] in {"cpu", "cuda", "mps"}
+    is_device = (
+        getattr(role, "kind", "") in {"device", "rank", "local_rank"}
+        or (target is not None and (_is_fixed(script, target) or _is_item(target)))
+        or (isinstance(target, cst.SimpleString) and to_code(target)[1:-1] in {"cuda", "mps"})
     )
     if not is_cuda and not is_device:
         return
     variable = script.variable(target) if target is not None else None
     if variable in kept or (role is not None and getattr(role, "origins", frozenset()) & kept):
-        return
-    if isinstance(target, cst.SimpleString) and to_code(target)[1:-1] == "cpu":
         return
     owner = script.role_of(func.value)
     is_prepared = (
@@ -355,12 +369,11 @@ def _is_gone(conversion: Conversion, node: cst.CSTNode) -> bool:
 
 
 def find_devices_left(conversion: Conversion) -> None:
-    """Report devices that are not converted, and parts of batches that the script kept on the CPU."""
+    """Report devices that are not converted, and keep parts of batches on the CPU."""
     for node in conversion.script.nodes:
-        if isinstance(node, cst.Call):
-            _check_device(conversion, node)
-        elif isinstance(node, cst.For):
-            _check_host(conversion, node)
+        _check_device(conversion, node)
+        if isinstance(node, cst.For):
+            _keep_on_host(conversion, node)
         elif isinstance(node, cst.AssignTarget) and _VISIBLE.search(to_code(node.target)):
             conversion.finding(
                 node,
@@ -368,89 +381,62 @@ def find_devices_left(conversion: Conversion) -> None:
             )
 
 
-def _check_device(conversion: Conversion, call: cst.Call) -> None:
-    """Report a move to a device that is not understood."""
+def _check_device(conversion: Conversion, node: cst.CSTNode) -> None:
+    """Report a fixed device where the Accelerator is out of reach."""
     script = conversion.script
-    name = script.qualified_name(call.func)
-    is_chosen = any(script.kind_of(arg.value) == "device" for arg in call.args)
-    if name in _DEVICES and not is_chosen and (name.endswith("device") or "cuda" in to_code(call)):
+    if _is_argument_for_device(script, node) and _is_fixed(script, node) and not _is_gone(conversion, node):
         conversion.finding(
-            call,
-            "The default device is the same for all processes. After the Accelerator is created, write torch.set_default_device(accelerator.device).",
+            node,
+            f'All processes use the device {to_code(node)} here. Write "cuda", which is the GPU of each process.',
         )
-    moves = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
-    values = [arg.value for arg in call.args if arg.keyword is not None and arg.keyword.value == "device"]
-    if moves and call.args and call.args[0].keyword is None:
-        values.append(call.args[0].value)
-    for value in values:
-        code = to_code(value)
-        kind = script.kind_of(value)
-        is_number = isinstance(value, cst.Integer)
-        is_item = isinstance(value, cst.Subscript) and not kind
-        is_unknown = not kind and _is_number(script, value, set())
-        if is_number or (is_item and "dtype" not in code) or is_unknown or _is_walrus(script, value):
-            conversion.finding(value, f"The device {code} is not converted. Use accelerator.device.")
 
 
-def _is_number(script: Script, value: cst.BaseExpression, seen: set[Variable]) -> bool:
-    """Return whether a value is the number of a GPU: a constant, also passed to a function, or one of the settings."""
-    if isinstance(value, cst.Integer):
-        return True
+def _is_fixed(script: Script, value: cst.CSTNode) -> bool:
+    """Return whether a value is one GPU: its number or name, also in a variable or argument, or in the settings."""
     if isinstance(value, cst.Attribute) and to_code(value.value) in SETTINGS:
-        return bool({"gpu", "gpu_id", "gpu_ids", "device_id", "local_rank"} & {value.attr.value})
-    variable = script.variable(value)
-    if variable is None or variable in seen:
-        return False
-    seen.add(variable)
-    return any(_is_number(script, one, seen) for one in script.list_values(variable))
+        return value.attr.value in {"gpu", "gpu_id", "gpu_ids", "device_id", "local_rank"}
+    if isinstance(value, (cst.Name, cst.Attribute)) and not script.kind_of(value):
+        variable = script.variable(value)
+        return variable is not None and any(_is_number(one) for one in script.find_values(variable))
+    return _is_number(value)
 
 
-def _is_walrus(script: Script, node: cst.CSTNode) -> bool:
-    """Return whether a variable is assigned in an expression."""
-    return isinstance(node, cst.Name) and any(
-        isinstance(one, cst.NamedExpr) and to_code(one.target) == node.value for one in script.nodes
-    )
+def _is_number(value: cst.CSTNode) -> bool:
+    is_text = isinstance(value, cst.SimpleString) and is_device_name(value)
+    return isinstance(value, cst.Integer) or (is_text and ":" in to_code(value))
 
 
-def _check_host(conversion: Conversion, loop: cst.For) -> None:
-    """Report parts of a batch that the script kept on the CPU, and uses with outputs that it moves there."""
+def _is_item(value: cst.CSTNode) -> bool:
+    """Return whether a value is the item `device` of a dictionary."""
+    return isinstance(value, cst.Subscript) and to_code(value.slice[0])[1:-1] in {"device", "gpu"}
+
+
+def _keep_on_host(conversion: Conversion, loop: cst.For) -> None:
+    """Move the parts of a batch that the script leaves on the CPU back to it, where they meet values that it moves there."""
     script = conversion.script
     role, target = script.loader_of(loop.iter), script.batch_target(loop)
     if role is None or not conversion.is_prepared(role.origins) or not isinstance(target, cst.Tuple):
         return
-    parts = {script.variable(one.value): to_code(one.value) for one in target.elements}
-    inside = [node for node in descendants(loop.body) if isinstance(node, cst.Call)]
-    moves = [call for call in inside if isinstance(call.func, cst.Attribute)]
-    moved = {
-        script.variable(one)
-        for call in moves
-        if to_code(call.func).endswith((".to", ".cuda", ".cpu"))
-        for one in descendants(call.func)
-        if isinstance(one, cst.Name)
-    }
-    returns = [call for call in moves if to_code(call.func).endswith((".cpu", ".numpy"))]
-    if not returns or not parts.keys() & moved:
+    parts = {script.variable(one.value) for one in target.elements} - {None}
+    nodes = list(descendants(loop.body))
+    moves = [node for node in nodes if get_method(node) in {"to", "cuda", "cpu"}]
+    moved = {script.variable(one) for call in moves for one in descendants(call.func)}
+    returns = [node for node in nodes if get_method(node) in {"cpu", "numpy"}]
+    if not returns or not parts & moved:
         return
     on_host = {
         script.variable(target.target)
-        for node in descendants(loop.body)
+        for node in nodes
         if isinstance(node, cst.Assign) and any(one in returns for one in descendants(node.value))
         for target in node.targets
     } - {None}
-    for variable, name in parts.items():
-        if variable is None or variable in moved:
-            continue
-        for one in descendants(loop.body):
-            if (
-                isinstance(one, cst.Name)
-                and script.variable(one) == variable
-                and _meets_host(script, one, on_host)
-            ):
-                conversion.finding(
-                    one,
-                    f"A prepared loader moves {name} to the device, and the script uses it here with values on the CPU. Write {name}.cpu().",
-                )
-                break
+    for node in nodes:
+        if (
+            isinstance(node, cst.Name)
+            and script.variable(node) in parts - moved
+            and _meets_host(script, node, on_host)
+        ):
+            conversion.edits.replace(node, f"{node.value}.cpu()")
 
 
 def _meets_host(script: Script, node: cst.Name, on_host: set[Any]) -> bool:

@@ -36,14 +36,12 @@ REMOVED = (
     "torch.accelerator.set_device_index",
     "torch.accelerator.set_device_idx",
 )
-_METHODS = {
-    "no_sync": "accelerator.no_sync(model)",
-    "join": "accelerator.join_uneven_inputs([model])",
-    "register_comm_hook": "DistributedDataParallelKwargs(comm_hook=...)",
-}
+_METHODS = {"no_sync": "no_sync({})", "join": "join_uneven_inputs([{}])"}
+"""Methods of DDP, and those of the Accelerator that also work for a model on one process."""
 _DDP_OPTIONS = {
     "broadcast_buffers": "True",
     "bucket_cap_mb": "",
+    "dim": "0",
     "find_unused_parameters": "False",
     "gradient_as_bucket_view": "False",
     "static_graph": "False",
@@ -54,19 +52,28 @@ _SYNC = ".require_backward_grad_sync"
 _ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
 _MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
 _REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
+_COLLECTIVES = tuple(
+    f"torch.distributed.{name}"
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_object"),
+        *("gather", "gather_object", "all_to_all"),
+    )
+)
 _OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 
 
 def convert_process_group(conversion: Conversion) -> None:
     """Remove the process group and the choice of a GPU, and convert barriers and the arguments of DDP."""
     script = conversion.script
+    conversion.collective = _find_collective(script)
     for call in script.calls:
         name = script.qualified_name(call.func)
         if name in REMOVED:
             statement = script.parents[call]
-            if not isinstance(statement, cst.Expr):
-                raise conversion.unsafe(call, f"The result of {name} is used. Remove the call.")
-            conversion.edits.remove(statement)
+            if isinstance(statement, cst.Expr):
+                conversion.edits.remove(statement)
+            else:
+                conversion.edits.replace(call, "None")
         elif name == "torch.distributed.is_initialized":
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.use_distributed")
         elif name == "torch.distributed.barrier":
@@ -75,26 +82,38 @@ def convert_process_group(conversion: Conversion) -> None:
             conversion.edits.replace(call, f"{conversion.accelerator(call)}.wait_for_everyone()")
         elif name in _DDP:
             _read_options(conversion, call)
-        elif (
-            isinstance(call.func, cst.Attribute)
-            and call.func.attr.value in _METHODS
-            and script.kind_of(call.func.value) == "model"
-        ):
+        elif isinstance(call.func, cst.Attribute) and script.kind_of(call.func.value) == "model":
             _convert_method(conversion, call, call.func.value)
     _check_guards(conversion)
 
 
+def _find_collective(script: Script) -> set[cst.FunctionDef | None]:
+    """Return the functions in which the script exchanges values itself, also in functions that they call and that read no loader."""
+    if any(
+        script.is_call_of(call, *_REDUCTIONS) and _read_reduction(script, call) is None
+        for call in script.calls
+    ):
+        return {None, *script.functions}
+    reading = {
+        script.function_of(node)
+        for node in script.nodes
+        if isinstance(node, cst.For) and script.loader_of(node.iter)
+    }
+    found = {script.function_of(call) for call in script.calls if script.is_call_of(call, *_COLLECTIVES)}
+    return script.find_callers(found, leaves=reading)
+
+
 def _convert_method(conversion: Conversion, call: cst.Call, model: cst.BaseExpression) -> None:
-    """Replace a method of DDP by that of the Accelerator, which also exists for a model on one process."""
+    """Replace a method of DDP, and report its hook."""
     method = get_method(call)
-    if method == "no_sync" and not call.args:
-        code = f"{conversion.accelerator(call)}.no_sync({to_code(model)})"
-    elif method == "join" and not call.args:
-        code = f"{conversion.accelerator(call)}.join_uneven_inputs([{to_code(model)}])"
-    else:
-        conversion.finding(call, f"{method} is a method of DDP. Use {_METHODS[method]}.")
-        return
-    conversion.edits.replace(call, code)
+    if method == "register_comm_hook":
+        conversion.finding(
+            call,
+            "A model has this method only after accelerator.prepare, and on several processes. Use DistributedDataParallelKwargs(comm_hook=...).",
+        )
+    elif method in _METHODS:
+        code = _METHODS[method].format(to_code(model))
+        conversion.edits.replace(call, f"{conversion.accelerator(call)}.{code}")
 
 
 def _read_options(conversion: Conversion, call: cst.Call) -> None:
@@ -105,10 +124,10 @@ def _read_options(conversion: Conversion, call: cst.Call) -> None:
         is_constant = code in {"True", "False"} or isinstance(arg.value, cst.Integer)
         if name in _DDP_OPTIONS and is_constant:
             options += [f"{name}={code}"] if code != _DDP_OPTIONS[name] else []
-        elif name not in {"device_ids", "output_device"}:
+        elif name not in {"", "device_ids", "output_device"} and code != "None":
             conversion.finding(
                 arg,
-                f"This argument of DistributedDataParallel is not converted. Pass DistributedDataParallelKwargs({name or '...'}=...) to the Accelerator.",
+                f"The argument {name} of DistributedDataParallel is dropped. Options of DDP are arguments of DistributedDataParallelKwargs, in Accelerator(kwargs_handlers=[...]).",
             )
     if options:
         conversion.imports.add("DistributedDataParallelKwargs")
@@ -118,6 +137,11 @@ def _read_options(conversion: Conversion, call: cst.Call) -> None:
 def _check_guards(conversion: Conversion) -> None:
     """Report loaders that are read on some ranks only, and leave them whole: a prepared one is read by all processes."""
     script = conversion.script
+    conversion.unprepared |= {
+        variable
+        for variable, nodes in conversion.creations.items()
+        if script.roles[variable].kind == "loader" and all(map(conversion.is_guarded_here, nodes))
+    }
     loops = [node for node in script.nodes if isinstance(node, cst.For) and script.loader_of(node.iter)]
     for loop in loops:
         guarded = _find_guarded(conversion, loop, set())
@@ -206,9 +230,7 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
     if "environ" in to_code(node) and _precedes_home(conversion, node):
         return
     if script.function_of(node) is conversion.home and script.line(node) < conversion.home_line:
-        raise conversion.unsafe(
-            node, "The rank is used before the Accelerator is created. Choose the device earlier."
-        )
+        raise conversion.unreachable(node)
     accelerator = conversion.accelerator(node)
     parent = script.parents.get(node)
     if (
@@ -252,9 +274,15 @@ def convert_samplers(conversion: Conversion) -> None:
     """Replace `sampler=DistributedSampler(...)` of a loader by `shuffle=True`, and remove `set_epoch`."""
     script = conversion.script
     samplers = {}
+    passed = {
+        script.variable(arg.value)
+        for call in script.calls
+        for arg in call.args
+        if arg.keyword is not None and arg.keyword.value == "sampler"
+    }
     for variable, entries in script.assigned.items():
         role = script.roles.get(variable)
-        if role is not None and role.kind == "sampler":
+        if role is not None and role.kind == "sampler" and variable in passed:
             samplers[variable] = [one for _, value in entries for one in _list_branches(value)]
             for node, _ in entries:
                 conversion.edits.remove(node)
@@ -266,6 +294,7 @@ def convert_samplers(conversion: Conversion) -> None:
             isinstance(call.func, cst.Attribute)
             and call.func.attr.value == "set_epoch"
             and isinstance(script.parents[call], cst.Expr)
+            and (samplers or not script.kind_of(call.func.value))
         ):
             conversion.edits.remove(script.parents[call])
         elif script.kind_of(call) == "loader" and call not in script.callees:
@@ -285,7 +314,7 @@ def _convert_loader(conversion: Conversion, call: cst.Call, samplers: dict[Any, 
         values = samplers.get(script.variable(arg.value), _list_branches(arg.value))
         if not any(script.is_call_of(value, *_SAMPLERS) for value in values):
             return
-        orders = {_read_order(conversion, value, shuffle) for value in values}
+        orders = {_read_order(script, value, shuffle) for value in values}
         code = orders.pop()
         if orders or code is None:
             raise conversion.unsafe(
@@ -296,16 +325,10 @@ def _convert_loader(conversion: Conversion, call: cst.Call, samplers: dict[Any, 
         conversion.dropped |= set(descendants(arg))
 
 
-def _read_order(conversion: Conversion, sampler: Any, shuffle: cst.BaseExpression | None) -> str | None:
+def _read_order(script: Script, sampler: Any, shuffle: cst.BaseExpression | None) -> str | None:
     """Return the code of the loader's argument `shuffle` that orders the samples like a sampler; None for another one."""
-    script = conversion.script
     if script.is_call_of(sampler, *_SAMPLERS):
         names = {one.keyword.value: to_code(one.value) for one in sampler.args if one.keyword}
-        if names.get("drop_last", "False") != "False":
-            conversion.note(
-                sampler,
-                "The DistributedSampler drops samples that are not divisible by the number of processes, and a prepared loader does not. To drop an incomplete batch, pass drop_last=True to the DataLoader.",
-            )
         return names.get("shuffle", "True")
     if to_code(sampler) == "None":
         code = "False" if shuffle is None else to_code(shuffle)
@@ -342,18 +365,15 @@ def convert_reductions(conversion: Conversion) -> None:
     """Replace `all_reduce`, or remove it where the samples of all processes are gathered already."""
     script = conversion.script
     for call in script.calls:
-        if not script.is_call_of(call, *_REDUCTIONS):
+        if not script.is_call_of(call, *_REDUCTIONS) or (read := _read_reduction(script, call)) is None:
             continue
-        tensor, operation = _read_reduction(conversion, call)
-        accelerator = conversion.accelerator(call)
+        variable, operation = read
         statement = script.parents[call]
-        variable = script.variable(tensor)
-        assert variable is not None
         is_divided = _is_divided(conversion, call, variable)
         if _is_of_all_processes(conversion, variable, set()) and (operation != "sum" or not is_divided):
             conversion.edits.remove(statement)
             continue
-        code = f'{tensor.value} = {accelerator}.reduce({tensor.value}, "{operation}")'
+        code = f'{variable.name} = {conversion.accelerator(call)}.reduce({variable.name}, "{operation}")'
         assign: Any = cst.parse_statement(code)
         conversion.edits.change(statement, partial(_use, node=assign.body[0]))
 
@@ -362,35 +382,23 @@ def _use(_: Any, node: cst.CSTNode) -> cst.CSTNode:
     return node
 
 
-def _read_reduction(conversion: Conversion, call: cst.Call) -> tuple[cst.Name, str]:
-    """Return the tensor and the operation of a reduction."""
-    script = conversion.script
+def _read_reduction(script: Script, call: cst.Call) -> tuple[Variable, str] | None:
+    """Return the tensor and the operation of a reduction; None for one that stays."""
     tensor = get_positional(call, 0, "tensor")
     position = 1 if script.qualified_name(call.func).endswith(".all_reduce") else 2
     operation = get_positional(call, position, "op")
     name = "SUM" if operation is None else to_code(operation).rpartition(".")[2]
     names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     variable = script.variable(tensor) if isinstance(tensor, cst.Name) else None
-    changes_argument = variable is not None and _changes_argument(script, call, variable)
-    text = to_code(tensor) if tensor is not None else "tensor"
-    known = _OPERATIONS.get(name, "sum")
     if (
-        not isinstance(tensor, cst.Name)
-        or variable is None
-        or changes_argument
+        variable is None
+        or _changes_argument(script, call, variable)
         or name not in _OPERATIONS
         or names - {"tensor", "op", "dst", "async_op"}
-        or any(
-            arg.keyword and arg.keyword.value == "async_op" and to_code(arg.value) != "False"
-            for arg in call.args
-        )
         or not isinstance(script.parents[call], cst.Expr)
     ):
-        raise conversion.unsafe(
-            call,
-            f'This reduction changes a tensor in place, which may be used elsewhere. Write {text} = accelerator.reduce({text}, "{known}").',
-        )
-    return tensor, _OPERATIONS[name]
+        return None
+    return variable, _OPERATIONS[name]
 
 
 def _changes_argument(script: Script, call: cst.Call, variable: Variable) -> bool:

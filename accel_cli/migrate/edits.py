@@ -21,7 +21,7 @@ __all__ = [
     "drop_last_comma",
     "drop_parameters",
     "drop_unused_imports",
-    "find_early_use",
+    "has_early_use",
     "is_docstring",
     "keep_arguments",
     "list_unbound_names",
@@ -227,8 +227,8 @@ def list_unbound_names(text: str) -> set[str]:
     return read - bound - set(dir(builtins))
 
 
-def find_early_use(text: str) -> str:
-    """Return the name of code that uses the Accelerator before the script creates it; empty without one."""
+def has_early_use(text: str) -> bool:
+    """Return whether code uses the Accelerator before the script creates it."""
     module = ast.parse(text)
     definitions = {
         node.name: node
@@ -245,19 +245,14 @@ def find_early_use(text: str) -> str:
                 and "Accelerator(" in ast.unparse(statement)
                 and ast.unparse(statement.targets[0]) == "accelerator"
             ):
-                early = _list_statements(scope)[:index]
                 names = {"accelerator", *(using if scope is module else ())}
-                for one in early:
-                    if found := next(
-                        (
-                            node.id
-                            for node in ast.walk(one)
-                            if isinstance(node, ast.Name) and node.id in names
-                        ),
-                        "",
-                    ):
-                        return found
-    return ""
+                if any(
+                    isinstance(node, ast.Name) and node.id in names
+                    for early in _list_statements(scope)[:index]
+                    for node in ast.walk(early)
+                ):
+                    return True
+    return False
 
 
 def _list_statements(scope: ast.AST) -> list[ast.stmt]:

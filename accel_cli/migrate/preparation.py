@@ -11,7 +11,7 @@ import libcst as cst
 
 from accel_cli.migrate.findings import MissingModelError
 from accel_cli.migrate.raw import ORDER, Conversion, strip_wrappers
-from accel_cli.migrate.script import Script, Variable, descendants, list_elements, to_code
+from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
 
 __all__ = ["check_creations", "list_blocks", "place_accelerator", "prepare_objects"]
 
@@ -56,7 +56,11 @@ def find_anchor(script: Script, statements: list[cst.CSTNode]) -> cst.CSTNode:
         anchors = [statement for _, statement in level]
         if len({id(statement) for statement in anchors}) > 1:
             break
-    return max(anchors, key=script.start)
+    last = max(anchors, key=script.start)
+    if len(set(anchors)) > 1 and (isinstance(last, (cst.With, cst.Try)) or is_main_guard(last)):
+        # its body runs after the other statements
+        return find_anchor(script, [one for one in statements if last in script.ancestors(one)])
+    return last
 
 
 def is_main_guard(node: cst.CSTNode) -> bool:
@@ -76,7 +80,9 @@ def find_devices(conversion: Conversion) -> list[cst.CSTNode]:
         if role is None or role.kind != "device":
             continue
         for node, value in entries:
-            if len(getattr(node, "targets", [1])) == 1 and _is_device_choice(script, value):
+            outer = script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef, cst.ClassDef))
+            is_once = outer is None or isinstance(outer, cst.FunctionDef)
+            if is_once and len(getattr(node, "targets", [1])) == 1 and _is_device_choice(script, value):
                 found.append(node)
     return sorted(found, key=script.start)
 
@@ -104,10 +110,10 @@ def place_accelerator(conversion: Conversion) -> None:
                 f"This model has no variable of its own. Write model = {to_code(unnamed)} before, and pass model.",
             )
         for one in script.calls:
-            if script.is_call_of(one, "torch.multiprocessing.Process", "multiprocessing.Process"):
+            if get_method(one) == "share_memory":
                 raise conversion.unsafe(
                     one,
-                    "The script starts processes that train one model in shared memory, without an average of their gradients. Call the function that trains once, create model and optimizer there, and start the script with accel launch --nproc-per-node N.",
+                    "Processes that share a model train it without an average of their gradients. Call the function that trains once, create model and optimizer there, and start the script with accel launch --nproc-per-node N.",
                 )
         raise MissingModelError(
             script.line(call),
@@ -156,16 +162,10 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
     conversion.home = script.function_of(node)
     node = min([node, *_find_process_group(conversion)], key=script.start)
     blocks = list_blocks(script, node)
-    outer = script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef, cst.ClassDef))
-    if isinstance(outer, (cst.For, cst.While, cst.ClassDef)):
-        raise conversion.unsafe(
-            node,
-            "The device is chosen in a loop or in a class body. Choose it once, at the top of the script.",
-        )
     statement = blocks[0][1]
     if is_main_guard(statement):
         statement = blocks[1][1]
-    settings = _list_settings(script) if conversion.home is None else []
+    settings = _list_settings(conversion) if conversion.home is None else []
     for device in devices:
         if any(one in settings for one in script.ancestors(device)):
             conversion.note(
@@ -188,14 +188,17 @@ def _is_read_elsewhere(conversion: Conversion, node: Any) -> bool:
     return any(to_code(one).rpartition(".")[2] in conversion.read_elsewhere for one in targets)
 
 
-def _list_settings(script: Script) -> list[cst.CSTNode]:
-    """Return the statements up to the last one that may change all variables of the module by `exec` or `globals`."""
+def _list_settings(conversion: Conversion) -> list[cst.CSTNode]:
+    """Return the statements up to the last one before the models that may change all variables of the module by `exec` or `globals`."""
+    script = conversion.script
     body = script.module.body
+    first = min(script.start(node) for nodes in conversion.creations.values() for node in nodes)
     last = max(
         (
             body.index(list_blocks(script, call)[0][1])
             for call in script.calls
             if script.function_of(call) is None
+            and script.start(call) < first
             and script.is_call_of(call, "builtins.exec", "builtins.globals")
         ),
         default=-1,
@@ -320,11 +323,15 @@ def _check_models(conversion: Conversion, group: Group) -> None:
     for variable, kind in group.variables.items():
         if kind not in {"optimizer", "scheduler"}:
             continue
-        parts = script.find_parts(variable, {"optimizer": "model", "scheduler": "optimizer"}[kind])
+        part, source = {
+            "optimizer": ("model", "the parameters of a model"),
+            "scheduler": ("optimizer", "an optimizer"),
+        }[kind]
+        parts = script.find_parts(variable, part)
         if not parts or not conversion.is_prepared(frozenset(parts)):
             raise conversion.unsafe(
                 group.statements[0],
-                f"The {kind} is created in another function or loop than its {'model' if kind == 'optimizer' else 'optimizer'}, which was not found. Create both in the same, and pass them to accelerator.prepare.",
+                f"The {part} of this {kind} was not found, and both must be prepared. Create the {kind} from {source} of this script.",
             )
 
 
@@ -338,28 +345,15 @@ def check_creations(conversion: Conversion) -> None:
                 nodes[0],
                 f"{variable.name} has different meanings in different calls. Use one name for each object.",
             )
-    known = {node for nodes in conversion.creations.values() for node in nodes}
     for call in script.calls:
         kind = script.kind_of(call)
         if kind not in {"optimizer", "loader"} or call in script.callees or script.is_progress_bar(call):
             continue
         if isinstance(call.func, cst.Attribute) and script.role_of_variable(call.func.value) is not None:
             continue
-        outer = [
-            one for one in script.ancestors(call) if isinstance(one, (cst.Assign, cst.AnnAssign, cst.Return))
-        ]
-        returned = (
-            bool(outer)
-            and isinstance(outer[0], cst.Return)
-            and isinstance(script.parents[call], (cst.Return, cst.Element))
-        )
-        assigned = outer and any(node is outer[0] for node in known)
-        local = (
-            bool(outer)
-            and isinstance(outer[0], (cst.Assign, cst.AnnAssign))
-            and _is_assigned_variable(script, outer[0], call)
-        )
-        if not (returned or assigned or local):
+        if not (
+            _is_kept(conversion, call) or (kind == "loader" and _is_read_without_training(conversion, call))
+        ):
             raise conversion.unsafe(
                 call,
                 f"The {kind} is not assigned to a variable of its own. Assign it, and pass it to accelerator.prepare.",
@@ -373,6 +367,31 @@ def check_creations(conversion: Conversion) -> None:
                     node,
                     f"{variable.name} is replaced by what {to_code(source.func)} makes of it. Give this another name.",  # type: ignore[attr-defined]
                 )
+
+
+def _is_kept(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether an object that a call creates is assigned to a variable, or returned."""
+    script = conversion.script
+    outer = script.find_ancestor(call, (cst.Assign, cst.AnnAssign, cst.Return))
+    if isinstance(outer, cst.Return):
+        return isinstance(script.parents[call], (cst.Return, cst.Element))
+    return outer is not None and (
+        any(outer in nodes for nodes in conversion.creations.values())
+        or _is_assigned_variable(script, outer, call)
+    )
+
+
+def _is_read_without_training(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a loader that is created where it is read gives one batch, or is that of a loop that does not train."""
+    script = conversion.script
+    reader: Any = script.parents[call]
+    while isinstance(reader, (cst.Arg, cst.Call)):
+        if script.is_call_of(reader, "builtins.next"):
+            return True
+        reader = script.parents[reader]
+    return isinstance(reader, cst.For) and not any(
+        isinstance(one, cst.Call) and _is_training(conversion, one) for one in descendants(reader.body)
+    )
 
 
 def _is_assigned_variable(script: Script, node: Any, call: cst.Call) -> bool:
@@ -502,7 +521,7 @@ def _check_uses(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> No
         if _is_training(conversion, call):
             raise conversion.unsafe(
                 call,
-                "Training begins before the last of model, optimizer and loaders is created. Create all of them first.",
+                "Training begins before the last model, optimizer or loader of this function is created. Create them first, and give those of another training names of their own.",
             )
         if (
             call in script.constructed

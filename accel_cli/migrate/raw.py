@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import libcst as cst
 
 from accel_cli.migrate.edits import Edits, is_docstring
 from accel_cli.migrate.findings import Finding, UnsafeError
-from accel_cli.migrate.script import WRAPPERS, Script, Variable, descendants, to_code
+from accel_cli.migrate.script import WRAPPERS, Role, Script, Variable, descendants, list_children, to_code
 
 __all__ = [
     "ORDER",
@@ -21,17 +22,8 @@ __all__ = [
 ]
 
 ORDER = ("model", "optimizer", "loader", "scheduler")
-_COLLECTIVES = {
-    f"torch.distributed.{name}"
-    for name in (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "gather",
-        "gather_object",
-        "all_to_all",
-    )
-}
+_IS_SET = re.compile(r"(-1|None|>= 0)$")
+"""The end of a comparison that has one result on all ranks."""
 _MOVES = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "compile"}
 
 
@@ -82,7 +74,7 @@ class Conversion:
         self.backwards = [call for call in script.calls if _is_backward(script, call)]
         self.training = script.find_callers(map(script.function_of, self.backwards))
         """Functions that run a backward pass, themselves or in functions that they call."""
-        self.collective = self._find_collective()
+        self.collective: set[cst.FunctionDef | None] = set()
         """Functions in which the script exchanges values between the processes itself."""
         self.creations = self._find_creations()
 
@@ -98,20 +90,10 @@ class Conversion:
         """Return the error for a place because of which the script is left unchanged."""
         return UnsafeError(self.script.line(node), text)
 
-    def _find_collective(self) -> set[cst.FunctionDef | None]:
-        """Return the functions with collectives of torch that stay, also in functions that they call and that read no loader."""
-        script = self.script
-        found = {
-            script.function_of(call)
-            for call in script.calls
-            if script.qualified_name(call.func) in _COLLECTIVES
-        }
-        reading = {
-            script.function_of(node)
-            for node in script.nodes
-            if isinstance(node, cst.For) and script.loader_of(node.iter)
-        }
-        return script.find_callers(found, leaves=reading)
+    def unreachable(self, node: cst.CSTNode) -> UnsafeError:
+        """Return the error for a place that needs the Accelerator and cannot get it."""
+        text = 'The Accelerator is needed here, and is created later or in another function. Write device = torch.device("cuda") below the imports, and it is created there.'
+        return self.unsafe(node, text)
 
     def find_training_loaders(self) -> set[Variable]:
         """Return the loaders of the loops that run a backward pass, themselves or in functions that they call."""
@@ -136,21 +118,23 @@ class Conversion:
         script = self.script
         function = script.function_of(call)
         region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
-        found = [one.name for one in function.params.params] if function is not None else []
-        assigned: list[Any] = [
-            target.target
-            for node in descendants(region)
-            if isinstance(node, cst.Assign) and script.function_of(node) is function
-            for target in node.targets
-        ]
-        variables = (
-            {script.parameter(function, one.value) for one in found} if function is not None else set()
-        )
-        variables |= {variable for one in assigned for variable in script.variables(one)}
-        roles: list[Any] = [script.roles.get(one) for one in variables]
-        roles += [
+        roles: list[Any] = [
             script.role_of(one) for one in descendants(region) if script.is_call_of(one, "builtins.next")
         ]
+        if isinstance(region, cst.For) and (loader := script.loader_of(region.iter)):
+            # a variable of the loop may be that of loops over other loaders too
+            roles.append(Role("batch", loader.origins))
+        else:
+            variables = {
+                variable
+                for node in descendants(region)
+                if isinstance(node, cst.Assign) and script.function_of(node) is function
+                for target in node.targets
+                for variable in script.variables(target.target)
+            }
+            names = [param.name.value for param in function.params.params] if function is not None else []
+            variables |= {script.parameter(function, name) for name in names}  # type: ignore[arg-type]
+            roles += [script.roles.get(one) for one in variables]
         return {
             origin for role in roles if role is not None and role.kind == "batch" for origin in role.origins
         }
@@ -206,9 +190,13 @@ class Conversion:
 
     def _reads_rank(self, node: cst.CSTNode, seen: set[Variable]) -> bool:
         """Return whether an expression depends on the rank, also through variables and functions."""
-        for one in descendants(node):
+        pending = [node]
+        while pending:
+            one = pending.pop()
             if self.script.kind_of(one) in {"rank", "local_rank"}:
                 return True
+            if not (isinstance(one, cst.Comparison) and _IS_SET.search(to_code(one))):
+                pending += list_children(one)
             variable = self.script.variable(one)
             if variable is not None and variable not in seen:
                 seen.add(variable)
@@ -283,10 +271,7 @@ class Conversion:
         if self.home in functions and home_class is None:
             return "accelerator"
         if not functions or home_class is not None:
-            raise self.unsafe(
-                node,
-                "The Accelerator is created in a function, and is needed here. Create it at the top of the script.",
-            )
+            raise self.unreachable(node)
         outermost = functions[-1]
         definition = self.script.class_of(outermost) or outermost
         if definition not in self.needs:
@@ -395,21 +380,13 @@ def thread_accelerator(conversion: Conversion) -> None:
         definition: Any = conversion.needs[done]
         done += 1
         if isinstance(definition, cst.ClassDef):
-            if script.is_torch_class(definition):
-                raise conversion.unsafe(
-                    definition,
-                    f"The class {definition.name.value} needs the device, and is a module or dataset. Use the device of its input: x.device.",
-                )
             functions = [
                 one
                 for one in script.functions
                 if script.class_of(one) is definition and one.name.value == "__init__"
             ]
-            if not functions:
-                raise conversion.unsafe(
-                    definition,
-                    f"The class {definition.name.value} needs the Accelerator, and has no __init__. Pass it to the methods.",
-                )
+            if not functions or script.is_torch_class(definition):
+                raise conversion.unreachable(definition)
             function = functions[0]
             code = cst.parse_statement("self.accelerator = accelerator", script.module.config_for_parsing)
             conversion.edits.change(function.body, partial(_insert_first, code=code))
@@ -426,30 +403,17 @@ def _insert_first(body: Any, code: Any) -> Any:
 def _add_parameter(conversion: Conversion, definition: Any, function: cst.FunctionDef) -> None:
     script = conversion.script
     calls: dict[Any, cst.Call] = {call.func: call for call in (*script.callees, *script.constructed)}
-    name = definition.name.value
     references = script.references.get(definition, [])
-    if name in conversion.read_elsewhere:
-        raise conversion.unsafe(
-            definition,
-            f"{name} needs the Accelerator, and another file uses it too. Create the Accelerator in {name}, or give it a parameter for the device.",
-        )
-    if not references:
-        raise conversion.unsafe(
-            definition, f"No call of {name} was found, and it needs the Accelerator. Add a parameter for it."
-        )
+    if not references or definition.name.value in conversion.read_elsewhere:
+        raise conversion.unreachable(definition)
     for reference in references:
         call = calls.get(reference)
-        if call is None:
-            if isinstance(script.parents.get(reference), (cst.Annotation, cst.Attribute)):
-                continue
-            raise conversion.unsafe(
-                reference,
-                f"{name} needs the Accelerator, and is not only called. Pass the Accelerator to it.",
-            )
-        if script.function_of(call) is conversion.home and script.line(call) < conversion.home_line:
-            raise conversion.unsafe(
-                call, f"{name} needs the Accelerator before it is created. Choose the device earlier."
-            )
+        if call is None and isinstance(script.parents.get(reference), (cst.Annotation, cst.Attribute)):
+            continue
+        if call is None or (
+            script.function_of(call) is conversion.home and script.line(call) < conversion.home_line
+        ):
+            raise conversion.unreachable(call or reference)
         value = cst.parse_expression(conversion.accelerator(call))
         conversion.edits.change(call, partial(_prepend_argument, value=value))
     index = 1 if isinstance(definition, cst.ClassDef) else 0

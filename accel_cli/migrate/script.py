@@ -31,6 +31,7 @@ __all__ = [
     "descendants",
     "get_method",
     "get_positional",
+    "is_device_name",
     "list_children",
     "list_elements",
     "to_code",
@@ -326,8 +327,8 @@ class Script(Structure):
         """Return whether an expression is the device in the script's settings, such as `args.device`."""
         return (
             isinstance(node, cst.Attribute)
-            and node.attr.value == "device"
-            and to_code(node.value).split(".")[0] in SETTINGS
+            and node.attr.value.lower() == "device"
+            and to_code(node.value).split(".")[0].lower() in SETTINGS
         )
 
     def is_device_text(self, node: cst.CSTNode) -> bool:
@@ -494,7 +495,17 @@ class Script(Structure):
                 if one not in {None, variable} and one not in self._find_foreign(variable)
             }
             self.trained |= names
-            if variable not in self.roles and sources and not names:
+            definition = self.roles[variable].definition if variable in self.roles else None
+            if definition is not None and any(self.variable(one.value) is None for one in definition.bases):
+                self.trained_classes.add(definition)
+                del self.roles[variable]
+            is_passed = len(self.list_values(variable)) > len(sources)
+            if (
+                variable not in self.roles
+                and sources
+                and not names
+                and not (is_passed and {*sources} == {variable})
+            ):
                 self.roles[variable] = Role("model", frozenset([variable]))
 
     def is_foreign(self, node: cst.CSTNode) -> bool:

@@ -153,7 +153,9 @@ def _set_ranks(script: Script, edits: Edits, worker: cst.FunctionDef, group: _Gr
 def _replace_call(script: Script, edits: Edits, call: cst.Call, group: _Group) -> None:
     """Replace `mp.spawn(worker, args=(...), nprocs=n)` by a call of the worker, whose rank and sizes are those of the launcher."""
     target, count = get_positional(call, 0, "fn"), get_positional(call, 2, "nprocs")
-    arguments = get_positional(call, 1, "args")
+    arguments: Any = get_positional(call, 1, "args")
+    if isinstance(arguments, cst.Name) and (source := script.variable(arguments)) is not None:
+        [arguments] = script.list_values(source) if len(script.list_values(source)) == 1 else [arguments]
     variable = script.variable(target) if target is not None else None
     worker = next(
         (one for one in script.functions if variable == Variable(script.scopes[one], one.name.value)), None

@@ -159,6 +159,8 @@ class Structure:
         self.functions = [node for node in self.nodes if isinstance(node, cst.FunctionDef)]
         self.roles: dict[Variable, Role] = {}
         """The parts of values in training, which `Script` finds."""
+        self.trained_classes: set[cst.ClassDef] = set()
+        """Classes with a base of another file whose instances give an optimizer their parameters."""
         self._find_calls()
 
     # Positions and scopes
@@ -355,7 +357,7 @@ class Structure:
 
     def is_torch_class(self, definition: cst.ClassDef) -> bool:
         """Return whether a class is derived from one of torch: a module, an optimizer, a dataset."""
-        return self.is_derived(definition, *_MODULE_BASES)
+        return definition in self.trained_classes or self.is_derived(definition, *_MODULE_BASES)
 
     def role_of_variable(self, node: cst.CSTNode) -> Role | None:
         """Return the role of the variable that an expression names."""
