@@ -13,7 +13,7 @@ from accel_cli.migrate import devices, distributed, lengths, loop, metrics, outp
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.batches import find_own_batches, find_unseeded_draws
 from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
-from accel_cli.migrate.edits import add_import, drop_unused_imports, has_early_use, list_unbound_names
+from accel_cli.migrate.edits import add_import, drop_unused_imports, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
 from accel_cli.migrate.findings import Finding, MissingModelError, Parts, UnsafeError
@@ -194,8 +194,6 @@ def _finish(
             text,
             (Finding(line, f"The converted script would not be valid: {error.msg}. Convert it by hand."),),
         )
-    if has_early_use(changed):
-        return Migration(text, (conversion.unreachable(conversion.statement).finding,))
     if unbound := list_unbound_names(changed) - list_unbound_names(text):
         name = min(unbound)
         uses = [one for one in text.splitlines() if one in changed and re.search(rf"\b{name}\b", one)]

@@ -117,6 +117,8 @@ def _is_device_use(conversion: Conversion, node: cst.CSTNode, kept: set[Variable
     if not isinstance(node, (cst.Name, cst.Attribute)) or node in conversion.dropped:
         return False
     parent = script.parents.get(node)
+    while isinstance(parent, (cst.Element, cst.Tuple)):
+        parent = script.parents.get(parent)
     is_kept = script.kind_of(node) == "device" and not conversion.can_get(node)
     if (
         is_kept
@@ -226,7 +228,7 @@ def _convert_move(conversion: Conversion, call: cst.Call, kept: set[Variable]) -
     owner = script.role_of(func.value)
     is_prepared = (
         isinstance(owner, Role) and owner.kind in {"model", "batch"} and conversion.is_prepared(owner.origins)
-    )
+    ) and script.keeps_role(func.value)
     others = [arg for arg in call.args[1:] if arg.keyword is None or arg.keyword.value != "non_blocking"]
     is_model = _creates_trained_model(conversion, call) or (isinstance(owner, Role) and owner.kind == "model")
     if (is_prepared or is_model) and not others and not (is_model and _is_read_before(conversion)):

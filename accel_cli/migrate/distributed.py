@@ -150,15 +150,10 @@ def _check_guards(conversion: Conversion) -> None:
             continue
         if not role.origins & conversion.find_training_loaders():
             conversion.unprepared |= role.origins
-            conversion.finding(
-                guarded,
-                "A loader is read on some ranks only. It is not prepared, so these ranks evaluate all samples, and the others wait. Read it on all processes, and print on the main one.",
-            )
-        else:
-            conversion.finding(
-                guarded,
-                "A loader is read on some ranks only, and all processes must read a prepared one. Read it on all processes, and print on the main one.",
-            )
+        conversion.finding(
+            guarded,
+            "A loader is read on some ranks only, and the others wait. Read it on all processes, and print on the main one.",
+        )
 
 
 def _find_guarded(
@@ -229,8 +224,6 @@ def _replace_rank(conversion: Conversion, node: cst.CSTNode, kind: str) -> None:
         return
     if "environ" in to_code(node) and _precedes_home(conversion, node):
         return
-    if script.function_of(node) is conversion.home and script.line(node) < conversion.home_line:
-        raise conversion.unreachable(node)
     accelerator = conversion.accelerator(node)
     parent = script.parents.get(node)
     if (

@@ -21,7 +21,6 @@ __all__ = [
     "drop_last_comma",
     "drop_parameters",
     "drop_unused_imports",
-    "has_early_use",
     "is_docstring",
     "keep_arguments",
     "list_unbound_names",
@@ -225,57 +224,6 @@ def list_unbound_names(text: str) -> set[str]:
             if symbol.is_referenced() and (symbol.is_global() or table is module):
                 read.add(symbol.get_name())
     return read - bound - set(dir(builtins))
-
-
-def has_early_use(text: str) -> bool:
-    """Return whether code uses the Accelerator before the script creates it."""
-    module = ast.parse(text)
-    definitions = {
-        node.name: node
-        for node in ast.walk(module)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-    }
-    using = {name for name, node in definitions.items() if _reads_global(node, {"accelerator"})}
-    while more := {name for name, node in definitions.items() if _reads_global(node, using)} - using:
-        using |= more
-    for scope in (module, *(node for node in definitions.values() if not isinstance(node, ast.ClassDef))):
-        for index, statement in enumerate(_list_statements(scope)):
-            if (
-                isinstance(statement, ast.Assign)
-                and "Accelerator(" in ast.unparse(statement)
-                and ast.unparse(statement.targets[0]) == "accelerator"
-            ):
-                names = {"accelerator", *(using if scope is module else ())}
-                if any(
-                    isinstance(node, ast.Name) and node.id in names
-                    for early in _list_statements(scope)[:index]
-                    for node in ast.walk(early)
-                ):
-                    return True
-    return False
-
-
-def _list_statements(scope: ast.AST) -> list[ast.stmt]:
-    """Return the statements of a scope in the order of the text, without those that contain others and definitions."""
-    found: list[ast.stmt] = []
-    for node in ast.iter_child_nodes(scope):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            continue
-        inner = _list_statements(node) if isinstance(node, (ast.stmt, ast.ExceptHandler)) else []
-        if inner or isinstance(node, ast.ExceptHandler):
-            found += inner
-            if isinstance(node, (ast.If, ast.While)):
-                found.insert(len(found) - len(inner), ast.copy_location(ast.Expr(node.test), node))
-        elif isinstance(node, ast.stmt):
-            found.append(node)
-    return found
-
-
-def _reads_global(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a definition reads one of these names, unless it is its parameter or variable."""
-    own = {one.arg for one in ast.walk(node) if isinstance(one, ast.arg)}
-    own |= {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    return any(isinstance(one, ast.Name) and one.id in names - own for one in ast.walk(node))
 
 
 def _list_used_names(text: str) -> set[str]:

@@ -11,7 +11,15 @@ import libcst as cst
 
 from accel_cli.migrate.findings import MissingModelError
 from accel_cli.migrate.raw import ORDER, Conversion, strip_wrappers
-from accel_cli.migrate.script import Script, Variable, descendants, get_method, list_elements, to_code
+from accel_cli.migrate.script import (
+    SETTINGS,
+    Script,
+    Variable,
+    descendants,
+    get_method,
+    list_elements,
+    to_code,
+)
 
 __all__ = ["check_creations", "list_blocks", "place_accelerator", "prepare_objects"]
 
@@ -104,11 +112,6 @@ def place_accelerator(conversion: Conversion) -> None:
     ]
     if not models:
         call = conversion.backwards[0]
-        if unnamed := _find_unnamed_model(script):
-            raise conversion.unsafe(
-                unnamed,
-                f"This model has no variable of its own. Write model = {to_code(unnamed)} before, and pass model.",
-            )
         for one in script.calls:
             if get_method(one) == "share_memory":
                 raise conversion.unsafe(
@@ -144,19 +147,6 @@ def place_accelerator(conversion: Conversion) -> None:
     _insert_accelerator(conversion, statement)
 
 
-def _find_unnamed_model(script: Script) -> cst.BaseExpression | None:
-    """Return the expression that creates a trained model as an argument of a function or class of the script."""
-    trained = script.trained | {
-        script.variable(value) for one in script.trained for _, value in script.assigned.get(one, [])
-    }
-    for call, function in script.callees.items():
-        for name, arg in script.bind(call, function).items():
-            is_trained = script.parameter(function, name) in trained
-            if is_trained and isinstance(arg.value, cst.Call) and script.variable(arg.value.func) is None:
-                return arg.value
-    return None
-
-
 def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTNode]) -> None:
     script = conversion.script
     conversion.home = script.function_of(node)
@@ -167,19 +157,35 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
         statement = blocks[1][1]
     settings = _list_settings(conversion) if conversion.home is None else []
     for device in devices:
-        if any(one in settings for one in script.ancestors(device)):
+        value = device.value  # type: ignore[attr-defined]
+        is_setting = any(one in settings for one in script.ancestors(device))
+        if is_setting or _reads_settings(script, value):
             conversion.note(
                 device,
                 "This setting of the device has no effect. Use accel launch --cpu to train on the CPU.",
             )
-        elif _is_read_elsewhere(conversion, device):
-            conversion.edits.replace(device.value, f"{conversion.accelerator(device)}.device")  # type: ignore[attr-defined]
+        if is_setting:
+            continue
+        if _is_read_elsewhere(conversion, device):
+            conversion.edits.replace(value, f"{conversion.accelerator(device)}.device")
         else:
             conversion.edits.remove(device)
     if statement in settings:
         body = script.module.body
         statement = body[min(body.index(settings[-1]) + 1, len(body) - 1)]
     _insert_accelerator(conversion, statement)
+
+
+def _reads_settings(script: Script, value: cst.CSTNode) -> bool:
+    """Return whether a device depends on an option such as `args.no_cuda`, also through variables; `args.device` is removed with its option."""
+    values = [value, *(one for variable in script.variables(value) for one in script.find_values(variable))]
+    return any(
+        isinstance(one, cst.Attribute)
+        and to_code(one.value).lower() in SETTINGS
+        and not script.is_settings_device(one)
+        for each in values
+        for one in descendants(each)
+    )
 
 
 def _is_read_elsewhere(conversion: Conversion, node: Any) -> bool:
@@ -264,7 +270,8 @@ def prepare_objects(conversion: Conversion) -> None:
         loops = {script.find_ancestor(node, (cst.For, cst.While, cst.FunctionDef)) for node in statements}
         if len(loops) > 1:
             raise conversion.unsafe(
-                statements[0], f"{variable.name} is created at several places. Create it once."
+                statements[0],
+                f"{variable.name} is created in several loops or functions. Give each of them a name of its own.",
             )
         loop = loops.pop()
         # Loaders that are created after a training are prepared on their own.
@@ -456,7 +463,7 @@ def _insert_prepare(conversion: Conversion, group: Group, others: Group | None) 
         key=lambda one: (ORDER.index(group.variables[one]), script.start(conversion.creations[one][0])),
     )
     names = ", ".join(one.code for one in ordered)
-    accelerator = conversion.accelerator(group.statements[0])
+    accelerator = conversion.accelerator(anchor)
     code = f"{names} = {accelerator}.prepare({names})"
     indent = script.start(anchor)[1]
     if len(code) + indent > _LINE_LENGTH:

@@ -198,7 +198,8 @@ class Conversion:
             if not (isinstance(one, cst.Comparison) and _IS_SET.search(to_code(one))):
                 pending += list_children(one)
             variable = self.script.variable(one)
-            if variable is not None and variable not in seen:
+            # a model or loader of a rank is no condition on it
+            if variable is not None and variable not in seen and variable not in self.script.roles:
                 seen.add(variable)
                 if any(self._reads_rank(value, seen) for value in self.script.list_values(variable)):
                     return True
@@ -263,14 +264,13 @@ class Conversion:
     def accelerator(self, node: cst.CSTNode) -> str:
         """Return the expression for the Accelerator at a node; its function gets it as a parameter if necessary."""
         functions = [one for one in self.script.ancestors(node) if isinstance(one, cst.FunctionDef)]
-        if self.home is None:
-            return "accelerator"
         home_class = self.script.class_of(self.home)
         if home_class is not None and any(self.script.class_of(one) is home_class for one in functions):
             return "self.accelerator"
-        if self.home in functions and home_class is None:
+        is_known = home_class is None and (self.home is None or self.home in functions)
+        if is_known and self.can_reach(node):
             return "accelerator"
-        if not functions or home_class is not None:
+        if is_known or not functions or home_class is not None:
             raise self.unreachable(node)
         outermost = functions[-1]
         definition = self.script.class_of(outermost) or outermost
@@ -410,10 +410,8 @@ def _add_parameter(conversion: Conversion, definition: Any, function: cst.Functi
         call = calls.get(reference)
         if call is None and isinstance(script.parents.get(reference), (cst.Annotation, cst.Attribute)):
             continue
-        if call is None or (
-            script.function_of(call) is conversion.home and script.line(call) < conversion.home_line
-        ):
-            raise conversion.unreachable(call or reference)
+        if call is None:
+            raise conversion.unreachable(reference)
         value = cst.parse_expression(conversion.accelerator(call))
         conversion.edits.change(call, partial(_prepend_argument, value=value))
     index = 1 if isinstance(definition, cst.ClassDef) else 0

@@ -64,14 +64,23 @@ _DEVICE_TYPES = {"cpu", "cuda", "mps", "xpu", "npu", "hpu", "xla", "mtia"}
 _NUMBERED = {"device", "device_id", "cuda_device", "gpu_device"}
 """Variables whose number is that of a GPU."""
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local_rank", "WORLD_SIZE": "world_size"}
-SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp"}
+SETTINGS = {"args", "cfg", "conf", "config", "hparams", "opt", "options", "params", "hp", "flags"}
 _ITERATORS = {
     "builtins.iter": {"loader": "iterator"},
     "itertools.cycle": {"loader": "iterator"},
     "builtins.next": {"iterator": "batch"},
 }
 """The kind of a function's result for the kind of its first argument."""
-_ITERATED = {"enumerate", "iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm"}
+_ITERATED = {
+    "enumerate",
+    "iter",
+    "tqdm.tqdm",
+    "tqdm.auto.tqdm",
+    "tqdm.notebook.tqdm",
+    "tqdm.std.tqdm",
+    "itertools.islice",
+    "itertools.cycle",
+}
 
 
 def is_device_name(node: cst.CSTNode) -> bool:
@@ -272,6 +281,38 @@ class Script(Structure):
             "optimizer",
         }:
             self.roles[variable] = Role("mixed", known.origins | role.origins)
+
+    @functools.cached_property
+    def _bindings(self) -> dict[Variable, list[Any]]:
+        """The assignments and loops that give each variable a value."""
+        found: dict[Variable, list[Any]] = {}
+        for node in self.nodes:
+            if isinstance(node, (cst.Assign, cst.For, cst.CompFor)):
+                targets = (
+                    [one.target for one in node.targets] if isinstance(node, cst.Assign) else [node.target]
+                )
+                for variable in {one for target in targets for one in self.variables(target)}:
+                    found.setdefault(variable, []).append(node)
+        return found
+
+    def keeps_role(self, node: cst.CSTNode) -> bool:
+        """Return whether the value of a variable here, by the order of the text, has the role of the variable."""
+        around = set(self.ancestors(node))
+        before = [
+            one
+            for one in self._bindings.get(self.variable(node) or NO_VARIABLE, [])
+            if self.function_of(one) is self.function_of(node)
+            and (
+                one in around
+                if isinstance(one, (cst.For, cst.CompFor))
+                else one not in around and self.start(one) < self.start(node)
+            )
+        ]
+        last = max(before, key=self.start, default=None)
+        if not isinstance(last, cst.Assign):
+            return True
+        values = [self._strip_methods(one) for one in list_elements(last.value)]
+        return all(self.role_of(one) is not None for one in values) and all(map(self.keeps_role, values))
 
     def role_of(self, node: cst.CSTNode) -> Role | tuple[Any, ...] | None:
         """Return the role of an expression's value; a tuple of roles for a tuple."""
@@ -544,6 +585,10 @@ class Script(Structure):
         return value
 
     @functools.cached_property
+    def _assigned_attributes(self) -> set[str]:
+        return {to_code(one.target) for one in self.nodes if isinstance(one, cst.AssignTarget)}
+
+    @functools.cached_property
     def _loops_over_gradients(self) -> list[cst.For]:
         return [
             loop
@@ -561,7 +606,7 @@ class Script(Structure):
         for call in self.calls:
             if self._makes_optimizer(call) and (owner := self.variable(call.func.value)):  # type: ignore[attr-defined]
                 self.trained.add(owner)
-            elif self.kind_of(call) == "optimizer" and call not in self.callees:
+            elif self.kind_of(call) == "optimizer" and (call not in self.callees or call in self.constructed):
                 for arg in call.args:
                     self._trace_parameters(arg.value, set())
 
@@ -574,6 +619,8 @@ class Script(Structure):
                 and one.func.attr.value in {"parameters", "named_parameters"}
             ):
                 owner: cst.BaseExpression = one.func.value
+                if self.variable(owner) is None and self._is_object_of_its_own(owner):
+                    continue
                 while self.variable(owner) is None and isinstance(owner, cst.Attribute):
                     owner = owner.value
                 variable = self.variable(owner)
@@ -584,6 +631,12 @@ class Script(Structure):
                 for _, value in self.assigned.get(variable, []):
                     if self.kind_of(value) != "model":
                         self._trace_parameters(value, seen)
+
+    def _is_object_of_its_own(self, node: cst.BaseExpression) -> bool:
+        """Return whether an attribute is assigned and called, and its object is not, as `agent.model` of a namespace."""
+        called = {to_code(call.func) for call in self.calls}
+        code = to_code(node)
+        return code in called and code.partition(".")[0] not in called and code in self._assigned_attributes
 
     def list_values(self, variable: Variable) -> list[cst.BaseExpression]:
         """Return the expressions that are assigned to a variable, or passed to it as an argument."""

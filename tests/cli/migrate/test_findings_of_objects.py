@@ -13,7 +13,6 @@ from support.training_scripts import (
     LOOP,
     MAIN,
     NEXT,
-    TRAINER,
 )
 
 from accel_cli.migrate.conversion import migrate_script
@@ -77,21 +76,19 @@ PAIRS = [
     # distributed
     Pair("DistributedDataParallelKwargs(comm_hook=...)", DDP + "model.register_comm_hook(None, print)\n" + LOOP, DDP + "model.register_forward_hook(print)\n" + LOOP),
     Pair("The argument bucket_cap_mb of DistributedDataParallel is dropped", DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, DDP.replace("DDP(model", "DDP(model, [rank], process_group=None, bucket_cap_mb=9") + LOOP),
-    Pair("so these ranks evaluate all samples", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test").replace("rank == 0", "rank != -1")),
-    Pair("so these ranks evaluate all samples", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + "if rank == 0:\n    test = DataLoader(torch.randn(8, 8))\n" + LOOP),
-    Pair("all processes must read a prepared one", DDP + LOOP + ALL_DATA, DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test")),
-    Pair("on some ranks only", EVALUATE + "if rank == 0:\n    end(model, loader)\n", EVALUATE + "end(model, loader)\nif rank == 0:\n    print(1)\n"),
-    Pair("on some ranks only", EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", EVALUATE + "is_set = rank >= 0\nif is_set:\n    end(model, loader)\n"),
-    Pair("on some ranks only", EVALUATE + "rank == 0 and end(model, loader)\n", EVALUATE + "rank is not None and end(model, loader)\n"),
-    Pair("on some ranks only", EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", EVALUATE + "def main():\n    if rank:\n        print(1)\n    end(model, loader)\nmain()\n"),
+    Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test").replace("rank == 0", "rank != -1")),
+    Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + "if rank == 0:\n    test = DataLoader(torch.randn(8, 8))\n" + LOOP),
+    Pair("A loader is read on some ranks only", EVALUATE + "if rank == 0:\n    end(model, loader)\n", EVALUATE + "end(model, loader)\nif rank == 0:\n    print(1)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", EVALUATE + "is_set = rank >= 0\nif is_set:\n    end(model, loader)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "rank == 0 and end(model, loader)\n", EVALUATE + "rank is not None and end(model, loader)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", EVALUATE + "def main():\n    if rank:\n        print(1)\n    end(model, loader)\nmain()\n"),
     Pair("The sampler is not a DistributedSampler in every case", SAMPLED.replace("{}", " if rank else None"), SAMPLED.replace("{}", " if rank else None").replace("DataLoader(x, s", "DataLoader(x, shuffle=(sampler is None), s")),
     # preparation
     Pair("model and optimizer of this backward pass were not found", IMPORTS + "from other import model, optimizer\n" + DATA + LOOP, HEAD + LOOP),
-    Pair("Write model = nn.Linear(8, 2).to(device) before", HEAD.split("model =", maxsplit=1)[0] + TRAINER + DATA + "Trainer(nn.Linear(8, 2).to(device), loader).fit()\n", HEAD.split("model =", maxsplit=1)[0] + TRAINER + DATA + "model = nn.Linear(8, 2).to(device)\nTrainer(model, loader).fit()\n"),
     Pair("Processes that share a model train it", "import torch.multiprocessing as mp\n" + IMPORTS + "def fit(model, data):\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    loader = DataLoader(data)\n    for x in loader:\n        model(x).mean().backward()\n        optimizer.step()\nmodel = nn.Linear(8, 2)\nmodel.share_memory()\nmp.Process(target=fit, args=(model, [])).start()\n", "import torch.multiprocessing as mp\n" + HEAD + LOOP + "model.share_memory()\nmp.Process(target=print, args=(model,)).start()\n"),
     Pair("The model creates its own optimizer", IMPORTS + "class Net(nn.Module):\n    def fit(self):\n" + indent(indent(TRAIN)) + "Net().fit()\n", IMPORTS + "class Net:\n    def __init__(self):\n" + indent(indent(TRAIN)) + "Net()\n"),
     Pair("This setting of the device has no effect", HEAD.replace("model =", "exec('rate = 1')\nmodel =") + LOOP, HEAD + LOOP + "exec('rate = 1')\n"),
-    Pair("optimizer is created at several places", HEAD + LOOP + "def reset():\n    global optimizer\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\n", HEAD.replace("optimizer =", "if x:\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\nelse:\n    optimizer =") + LOOP),
+    Pair("optimizer is created in several loops or functions", HEAD + LOOP + "def reset():\n    global optimizer\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\n", HEAD.replace("optimizer =", "if x:\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\nelse:\n    optimizer =") + LOOP),
     Pair("The model of this optimizer was not found", HEAD + TENSOR + LOOP, HEAD + TENSOR.replace("def tune():", "if True:") + LOOP),
     Pair("The model of this optimizer was not found", HEAD + TENSOR + LOOP, IMPORTS + "def fit(net, loader):\n    net = nn.DataParallel(net)\n    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n" + indent(LOOP.replace("model", "net")) + MADE.replace(SGD, "") + "fit(model, loader)\n"),
     Pair("The optimizer of this scheduler was not found", HEAD + "from other import find\ndef tune():\n    scheduler = torch.optim.lr_scheduler.StepLR(find(), 1)\n" + indent(LOOP + "    scheduler.step()\n") + "tune()\n", HEAD + STEPLR + "def tune():\n" + indent(LOOP + "    scheduler.step()\n") + "tune()\n"),
