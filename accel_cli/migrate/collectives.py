@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.findings import Finding
 from accel_cli.migrate.raw import Conversion
 from accel_cli.migrate.script import Script, descendants, to_code
 
-__all__ = ["CONNECTS", "SPAWN", "find_collectives", "find_own_parallelism", "starts_processes"]
+__all__ = ["check_parallelism", "find_collectives"]
 
 _PACKAGE = "torch.distributed"
 _CONVERTED = {"init_process_group", "destroy_process_group", "barrier", "get_rank", "get_world_size"}
-SPAWN = "torch.multiprocessing.spawn"
-CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
 _WITH_COLLECTIVES = {_PACKAGE, f"{_PACKAGE}.nn", f"{_PACKAGE}.nn.functional"}
 _ADVICE = {
     "all_gather": "Write accelerator.gather(tensor).",
@@ -79,46 +74,13 @@ def _is_of_several(script: Script, node: cst.CSTNode, seen: set[Any]) -> bool:
     return bool(calls) and all(_is_of_several(script, call, {*seen, function}) for call in calls)
 
 
-def find_own_parallelism(tree: ast.Module) -> Finding | None:
-    """Return the place where a script divides its model over the processes itself; None if it does not."""
-    for call, name in _list_calls(tree, _PACKAGE):
+def check_parallelism(conversion: Conversion) -> None:
+    """Raise an error if the script divides its model or optimizer over the processes itself."""
+    for call in conversion.script.calls:
+        name = conversion.script.qualified_name(call.func)
         last = name.removeprefix(f"{_PACKAGE}.")
-        if advice := _PARALLEL.get(last) or _PARALLEL.get(last.partition(".")[0]):
-            return Finding(
-                call.lineno, f"The script divides its model over the processes itself, by {name}. {advice}"
+        advice = _PARALLEL.get(last) or _PARALLEL.get(last.partition(".")[0])
+        if last != name and advice:
+            raise conversion.unsafe(
+                call, f"The script divides its model over the processes itself, by {name}. {advice}"
             )
-    return None
-
-
-def starts_processes(tree: ast.Module) -> bool:
-    """Return whether a script starts processes by `mp.spawn`, or connects them to a process group."""
-    return any(name in {SPAWN, *CONNECTS} for _, name in _list_calls(tree, "torch"))
-
-
-def _list_calls(tree: ast.Module, package: str) -> Iterator[tuple[ast.Call, str]]:
-    """Yield the calls of functions of a package in the order of the text, with their dotted names."""
-    names = _list_imports(tree)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda one: (one.lineno, one.col_offset)):
-        parts: list[str] = []
-        node = call.func
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if isinstance(node, ast.Name) and node.id in names:
-            name = ".".join([names[node.id], *reversed(parts)])
-            if name.startswith(f"{package}."):
-                yield call, name
-
-
-def _list_imports(tree: ast.Module) -> dict[str, str]:
-    """Return the dotted names of what a script imports from torch, by the names that it gives them."""
-    found: dict[str, str] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.name if alias.asname else alias.name.partition(".")[0]
-                found[alias.asname or name] = name
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return {name: full for name, full in found.items() if full.partition(".")[0] == "torch"}

@@ -12,7 +12,7 @@ import libcst as cst
 from accel_cli.migrate import devices, distributed, lengths, loop, metrics, output, training_metrics
 from accel_cli.migrate.accelerate import convert_accelerate
 from accel_cli.migrate.batches import find_own_batches, find_unseeded_draws
-from accel_cli.migrate.collectives import find_collectives, find_own_parallelism, starts_processes
+from accel_cli.migrate.collectives import check_parallelism, find_collectives
 from accel_cli.migrate.edits import add_import, drop_unused_imports, list_unbound_names
 from accel_cli.migrate.fabric import convert_fabric
 from accel_cli.migrate.fabric_uses import uses_fabric
@@ -155,15 +155,12 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
 
 
 def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[str]) -> Migration:
-    trains = ".backward(" in text
-    if trains and "distributed" in text and (own := find_own_parallelism(tree)):
-        return Migration(text, (own,))
+    if ".backward(" not in text:
+        return _check_objects(text)
     try:
-        started = replace_spawn(text) if starts_processes(tree) else text
+        started = replace_spawn(text)
     except UnsafeError as error:
         return Migration(text, (error.finding,))
-    if not trains:
-        return _check_objects(text)
     conversion = Conversion(Script(started), read_elsewhere)
     if not conversion.backwards:
         return Migration(text)
@@ -205,6 +202,7 @@ def _finish(
 
 def _convert(conversion: Conversion) -> cst.Module:
     _check_names(conversion)
+    check_parallelism(conversion)
     check_creations(conversion)
     find_own_batches(conversion)
     place_accelerator(conversion)

@@ -383,34 +383,18 @@ def _read_reduction(script: Script, call: cst.Call) -> tuple[Variable, str] | No
     name = "SUM" if operation is None else to_code(operation).rpartition(".")[2]
     names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
     variable = script.variable(tensor) if isinstance(tensor, cst.Name) else None
+    function = script.function_of(call)
+    parameters = function.params.params if function is not None else ()
     if (
         variable is None
-        or _changes_argument(script, call, variable)
+        # callers may read their argument after it is changed in place
+        or any(script.parameter(function, one.name.value) == variable for one in parameters)  # type: ignore[arg-type]
         or name not in _OPERATIONS
         or names - {"tensor", "op", "dst", "async_op"}
         or not isinstance(script.parents[call], cst.Expr)
     ):
         return None
     return variable, _OPERATIONS[name]
-
-
-def _changes_argument(script: Script, call: cst.Call, variable: Variable) -> bool:
-    """Return whether a tensor is a parameter, and callers may read their argument after it is changed in place."""
-    function = script.function_of(call)
-    names = [param.name.value for param in function.params.params] if function is not None else []
-    if function is None or not any(script.parameter(function, name) == variable for name in names):
-        return False
-    returned = script.returned_values(function)
-    if not returned or any(script.variable(one) != variable for one in returned):
-        return True
-    for caller in script.calls_of(function):
-        arg = script.bind(caller, function).get(variable.name)
-        assign = script.parents[caller]
-        target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
-        is_same = target is not None and arg is not None and to_code(target) == to_code(arg.value)
-        if arg is None or not (is_same or isinstance(arg.value, cst.Call)):
-            return True
-    return False
 
 
 def _is_divided(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:

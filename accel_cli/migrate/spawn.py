@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import libcst as cst
 
-from accel_cli.migrate.collectives import CONNECTS, SPAWN
 from accel_cli.migrate.distributed import REMOVED
 from accel_cli.migrate.edits import Edits, add_import, drop_parameters, drop_unused_imports
 from accel_cli.migrate.findings import Finding, UnsafeError
@@ -17,6 +17,9 @@ from accel_cli.migrate.script import Script, Variable, get_positional, to_code
 
 __all__ = ["map_lines", "replace_spawn"]
 
+_SPAWN = "torch.multiprocessing.spawn"
+_CONNECTS = {"torch.distributed.init_process_group", "torch.distributed.destroy_process_group"}
+_STARTS = re.compile(r"\b(spawn|(init|destroy)_process_group)\(")
 _SETS_UP = {*REMOVED, "torch.distributed.barrier"}
 _ADDRESS = {"MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"}
 _IN_GROUP = {
@@ -34,6 +37,8 @@ def replace_spawn(text: str) -> str:
     Raises:
         UnsafeError: A call of `mp.spawn` is not understood.
     """
+    if not _STARTS.search(text):
+        return text
     script = Script(text)
     edits = Edits()
     for function in script.functions:
@@ -41,7 +46,7 @@ def replace_spawn(text: str) -> str:
     for node in script.nodes:
         if _sets_address(script, node):
             edits.remove(node)
-    spawned = [call for call in script.calls if script.is_call_of(call, SPAWN)]
+    spawned = [call for call in script.calls if script.is_call_of(call, _SPAWN)]
     group = _find_group(script)
     for call in spawned:
         _replace_call(script, edits, call, group)
@@ -83,7 +88,7 @@ def _replace_setup(script: Script, edits: Edits, function: cst.FunctionDef) -> N
             calls.append(value)
         elif not (_sets_address(script, one) or (index == 0 and isinstance(value, cst.SimpleString))):
             return
-    connecting = [call for call in calls if script.qualified_name(call.func) in CONNECTS]
+    connecting = [call for call in calls if script.qualified_name(call.func) in _CONNECTS]
     used = script.calls_of(function)
     is_statement = all(isinstance(script.parents[call], cst.Expr) for call in used)
     if (

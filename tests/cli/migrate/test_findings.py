@@ -88,7 +88,6 @@ CONVERTED = {
     "a file that one rank saves": (DDP + "def save():\n    torch.save(model.module.state_dict(), 'a')\ndef end():\n    save()\n" + LOOP + "if rank == 0:\n    end()\n", "torch.save(accelerator.unwrap_model(model).state_dict(), 'a')"),
     "a function that calls itself": ("def move(x):\n    if isinstance(x, list):\n        return move(x[0])\n    return move(x)\n" + HEAD + LOOP.replace("x.to(device)", "move(x)"), "accelerator.backward(loss)"),
     "a mean over the processes": (DDP + LOOP + "mean = loss.detach().clone()\ndist.all_reduce(mean, op=dist.ReduceOp.AVG)\n", 'mean = accelerator.reduce(mean, "mean")'),
-    "a reduction in a function": (DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\n    return x\nloss = total(loss)\n", 'x = accelerator.reduce(x, "sum")'),
     "a process group that may be absent": (DDP + LOOP + "if dist.is_initialized():\n    pass\n", "if accelerator.use_distributed:"),
     "a rank that may be absent": ("import os\nddp = int(os.environ.get('RANK', -1)) != -1\n" + DDP + LOOP, "ddp = accelerator.use_distributed"),
     "a module of progress bars": ("import tqdm\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(tqdm.tqdm(loader))"), "for i, x in enumerate(tqdm(loader)):"),
@@ -270,24 +269,6 @@ def test_places_of_a_script_with_spawn_have_its_lines():
     assert [finding.line for finding in result.findings] == [line]
     assert "if __name__ == '__main__':\n    main()\n" in result.text
     assert "def main():" in result.text
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        "mp.spawn(main, args=(1, 2))",
-        "mp.spawn(main, nprocs=2, join=False)",
-        "x = mp.spawn(main)",
-        "mp.spawn(print)",
-    ],
-)
-def test_another_use_of_spawn_stays(call):
-    text = f"import torch.multiprocessing as mp\nrest = (1,)\ndef main(rank, a):\n    pass\n{call}\n"
-    result = migrate_script(text)
-    assert result.text == text
-    assert [(one.line, "start the script with accel launch" in one.text) for one in result.findings] == [
-        (5, True)
-    ]
 
 
 def test_the_lines_of_a_notebook_stay_in_order():

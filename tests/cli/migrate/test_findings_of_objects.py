@@ -56,7 +56,7 @@ PAIRS = [
     Pair("Write broadcast_object_list", DDP + LOOP + "dist.broadcast_object_list([loss])\n", DDP + "import torch.distributed.checkpoint as dcp\n" + LOOP + "dcp.save({}, checkpoint_id='a')\n"),
     Pair("Guard it with if accelerator.num_processes > 1:", DDP + LOOP + "dist.all_reduce(loss, group=None)\n", DDP + LOOP + "dist.all_reduce(loss, async_op=False)\n"),
     Pair("Guard it with", DDP + LOOP + "dist.new_group([0])\n", DDP + LOOP + "dist.barrier(group)\n"),
-    Pair("Guard it with", DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\ntotal(loss)\n", DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\n    return x\nloss = total(loss)\n"),
+    Pair("Guard it with", DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\ntotal(loss)\n", DDP + LOOP + "def total(x):\n    both = x.clone()\n    dist.all_reduce(both)\n    return both\ntotal(loss)\n"),
     Pair("torch.distributed.nn.functional.all_gather", DDP + "from torch.distributed.nn.functional import all_gather\n" + LOOP.replace("    loss.backward()", "    loss = loss + all_gather(loss)[0]\n    loss.backward()"), DDP + "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing\napply_activation_checkpointing(model)\n" + LOOP),
     Pair("fully_shard. Remove it, and set parallel: {dp_shard: auto}", "from torch.distributed.fsdp import fully_shard\n" + HEAD + "fully_shard(model)\n" + LOOP, "from torch.distributed.fsdp import fully_shard\n" + HEAD + LOOP),
     Pair("set parallel: {tp: N}", "from torch.distributed.tensor import distribute_tensor\n" + HEAD + "distribute_tensor(model.weight)\n" + LOOP, "from torch.distributed.device_mesh import init_device_mesh\n" + DDP + "mesh = init_device_mesh('cpu', (2,))\n" + LOOP),
@@ -107,6 +107,9 @@ PAIRS = [
     Pair(NOT_REACHED, "import torch.distributed as dist\n" + IMPORTS + IN_MAIN.replace("def main():\n", "def main():\n    dist.init_process_group()\n") + "dist.barrier()\n", "import torch.distributed as dist\n" + IMPORTS + IN_MAIN.replace("def main():\n", "def main():\n    dist.init_process_group()\n").replace("main()\n", "    dist.barrier()\nmain()\n").replace("def     dist.barrier()\n", "def ")),
     # spawn
     Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=find(), nprocs=2)\n", SPAWN + WORKER + "args = (2,)\nmp.spawn(main, args=args, nprocs=2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=(2, 3), nprocs=2)\n", SPAWN + WORKER + "mp.spawn(main, (2,), 2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "x = mp.spawn(main, args=(2,), nprocs=2)\n", SPAWN + WORKER + "mp.spawn(fn=main, args=(2,), nprocs=2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(print, nprocs=2)\n", "import pool as mp\n" + SPAWN.split("\n", 1)[1] + TRAIN + "mp.spawn(print, nprocs=2)\n"),
     Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=(2,), nprocs=2, join=False)\n", SPAWN + WORKER + "mp.spawn(main, args=(2,), nprocs=2, join=True)\n"),
 ]  # fmt: skip
 HOST = (
