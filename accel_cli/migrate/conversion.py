@@ -70,7 +70,7 @@ def migrate_script(text: str, read_elsewhere: AbstractSet[str] = frozenset()) ->
         return Migration(text, output.find_rest(Script(text)))
     if packages & _LIGHTNING and uses_fabric(script := Script(text)):
         return _migrate_fabric(text, script)
-    return _migrate_raw_loop(text, tree, read_elsewhere)
+    return _migrate_raw_loop(text, read_elsewhere)
 
 
 def _gets_accelerator(text: str, tree: ast.Module) -> bool:
@@ -154,7 +154,7 @@ def _migrate_fabric(text: str, script: Script) -> Migration:
     return _finish(text, conversion, add_import(module, imports), tuple(_LIGHTNING))
 
 
-def _migrate_raw_loop(text: str, tree: ast.Module, read_elsewhere: AbstractSet[str]) -> Migration:
+def _migrate_raw_loop(text: str, read_elsewhere: AbstractSet[str]) -> Migration:
     if ".backward(" not in text:
         return _check_objects(text)
     try:

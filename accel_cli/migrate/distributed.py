@@ -152,7 +152,7 @@ def _check_guards(conversion: Conversion) -> None:
             conversion.unprepared |= role.origins
         conversion.finding(
             guarded,
-            "A loader is read on some ranks only, and the others wait. Read it on all processes, and print on the main one.",
+            "A loader is read on some ranks only. Read it on all processes, and print on the main one.",
         )
 
 

@@ -159,7 +159,7 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
     for device in devices:
         value = device.value  # type: ignore[attr-defined]
         is_setting = any(one in settings for one in script.ancestors(device))
-        if is_setting or _reads_settings(script, value):
+        if is_setting or _chooses_cpu(script, value):
             conversion.note(
                 device,
                 "This setting of the device has no effect. Use accel launch --cpu to train on the CPU.",
@@ -176,15 +176,20 @@ def _create_at(conversion: Conversion, node: cst.CSTNode, devices: list[cst.CSTN
     _insert_accelerator(conversion, statement)
 
 
-def _reads_settings(script: Script, value: cst.CSTNode) -> bool:
-    """Return whether a device depends on an option such as `args.no_cuda`, also through variables; `args.device` is removed with its option."""
+def _chooses_cpu(script: Script, value: cst.CSTNode) -> bool:
+    """Return whether an option such as `args.no_cuda` chooses the CPU, also through variables; `args.device` is removed with its option."""
     values = [value, *(one for variable in script.variables(value) for one in script.find_values(variable))]
-    return any(
-        isinstance(one, cst.Attribute)
-        and to_code(one.value).lower() in SETTINGS
-        and not script.is_settings_device(one)
-        for each in values
-        for one in descendants(each)
+    is_numbered = any(isinstance(one, cst.FormattedString) for one in descendants(value))
+    return (
+        "cpu" in to_code(value)
+        and not is_numbered
+        and any(
+            isinstance(one, cst.Attribute)
+            and to_code(one.value).lower() in SETTINGS
+            and not script.is_settings_device(one)
+            for each in values
+            for one in descendants(each)
+        )
     )
 
 
