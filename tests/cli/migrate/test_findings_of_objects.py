@@ -135,6 +135,12 @@ CONVERTED = {
     "a process group that ends in a function": (DDP + LOOP + "import atexit\natexit.register(lambda: dist.destroy_process_group())\n", "atexit.register(lambda: None)"),
     "arguments of a spawned function in a variable": (SPAWN + WORKER + "args = (2,)\nmp.spawn(main, args=args, nprocs=2)\n", "main()"),
     "a model with a base of another file": ("from zoo import Base\nclass Net(Base):\n    def __init__(self):\n        super().__init__()\n" + HEAD.replace("nn.Linear(8, 2)", "Net()") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a name of a batch that is used for a sample": (HEAD + LOOP + "x = torch.ones(1, 8)\nx = x.to(device)\n", "x = x.to(accelerator.device)"),
+    "a device in a tuple of targets": (HEAD.replace("model = nn.Linear", "class Net(nn.Linear):\n    def __init__(self, device):\n        super().__init__(8, 2)\n        self.size, self.device = 2, device\nmodel = Net").replace("Net(8, 2)", "Net(device)") + LOOP, "self.size, self.device = 2, device"),
+    "an optimizer of a class of the script": ("import torch\nclass Plain(torch.optim.Optimizer):\n    def __init__(self, params, lr):\n        super().__init__(params, {'lr': lr})\n" + HEAD.replace("torch.optim.SGD", "Plain") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a device of flags": (HEAD.replace("device =", "FLAGS =") + LOOP.replace("device", "FLAGS.device"), "loss = model(x).mean()"),
+    "a step that gets a part of the batches": ("import itertools\n" + HEAD + "def step(x):\n" + indent(LOOP.split("\n", 1)[1].replace("    ", "")) + "for x in itertools.islice(itertools.cycle(loader), 9):\n    step(x)\n", "loss = model(x).mean()"),
+    "samples of a seed that gets the rank": (DDP + "def fit(seed):\n    torch.manual_seed(seed)\n    for i in range(3):\n        x = torch.randn(4, 8)\n" + indent(LOOP.split("\n", 1)[1]) + "fit(7 + rank)\n", "accelerator.backward(loss)"),
     "settings that the script executes after the training": (HEAD + LOOP + "exec('rate = 1')\n", "accelerator = Accelerator()"),
 }  # fmt: skip
 MODULES = ["collectives", "conversion", "devices", "distributed", "preparation", "raw", "spawn"]
