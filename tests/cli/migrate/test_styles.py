@@ -70,7 +70,7 @@ REFUSED = {"layers_that_train", "shared_memory"}
 """Scripts whose models and optimizers are not created where they could be prepared together."""
 TRAINED = [path for path in STYLES if path.stem not in REFUSED]
 OPEN = {
-    "ddp_by_hand", "embeddings", "graph_network", "language_model", "policy_gradient", "polynomial", "sine_lbfgs",
+    "ddp_by_hand", "graph_network", "language_model", "policy_gradient", "polynomial", "sine_lbfgs",
     "spawned_workers", "style_transfer",
 }  # fmt: skip
 """Scripts that are converted, and have findings."""
