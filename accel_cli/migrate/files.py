@@ -415,11 +415,13 @@ def _shorten(names: list[str]) -> str:
 def _find_imports(path: Path, root: Path) -> dict[str, Path]:
     """Return the files below a folder that a file imports, by the names that they, or what is in them, have there."""
     found: dict[str, Path] = {}
+    above = [one for one in path.parents if one.is_relative_to(root)]
     for node in _parse(path):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
         level = node.level if isinstance(node, ast.ImportFrom) else 0
-        above = [one for one in path.parents if one.is_relative_to(root)]
         folders = above[level - 1 : level] if level else [*above, *(one / "src" for one in above)]
-        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+        for alias in node.names:
             module = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
             if file := _find_module(f"{module}{alias.name}".lstrip("."), tuple(folders)):
                 found[alias.asname or alias.name] = file
