@@ -63,7 +63,7 @@ PAIRS = [
     Pair("Create its optimizer_class instead", "from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)\n" + LOOP, "from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "print(isinstance(optimizer, ZeroRedundancyOptimizer))\n" + LOOP),
     Pair("accel has no counterpart", "import torch.distributed.rpc as rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP, "import rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP),
     # conversion
-    Pair("the training is in another file", "import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", HEAD + LOOP),
+    Pair("If another file or a library trains with it", "import torch\nfrom engine import fit\nmodel = torch.nn.Linear(8, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfit(optimizer)\n", HEAD + LOOP),
     Pair("would not be valid: duplicate argument", "from lightning.fabric import Fabric\nfabric = Fabric()\ndef end(x: Fabric, y: Fabric):\n    x.barrier()\n    y.barrier()\n", "from lightning.fabric import Fabric\nfabric = Fabric()\ndef end(x: Fabric):\n    x.barrier()\n"),
     Pair("is used already. Rename it", "accelerator = None\n" + HEAD + LOOP, HEAD.replace("device", "accelerator").replace("torch.accelerator", "torch.device") + LOOP.replace("device", "accelerator")),
     Pair("The conversion removes sampler", SAMPLED.replace("{}", "") + "print(len(sampler))\n", DDP + DISTRIBUTED.replace("{}", "") + LOOP + "print(len(sampler))\n"),
@@ -84,7 +84,7 @@ PAIRS = [
     Pair("A loader is read on some ranks only", EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", EVALUATE + "def main():\n    if rank:\n        print(1)\n    end(model, loader)\nmain()\n"),
     Pair("The sampler is not a DistributedSampler in every case", SAMPLED.replace("{}", " if rank else None"), SAMPLED.replace("{}", " if rank else None").replace("DataLoader(x, s", "DataLoader(x, shuffle=(sampler is None), s")),
     # preparation
-    Pair("model and optimizer of this backward pass were not found", IMPORTS + "from other import model, optimizer\n" + DATA + LOOP, HEAD + LOOP),
+    Pair("No model of this file with an optimizer was found for this backward pass", IMPORTS + "from other import model, optimizer\n" + DATA + LOOP, HEAD + LOOP),
     Pair("Processes that share a model train it", "import torch.multiprocessing as mp\n" + IMPORTS + "def fit(model, data):\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    loader = DataLoader(data)\n    for x in loader:\n        model(x).mean().backward()\n        optimizer.step()\nmodel = nn.Linear(8, 2)\nmodel.share_memory()\nmp.Process(target=fit, args=(model, [])).start()\n", "import torch.multiprocessing as mp\n" + HEAD + LOOP + "model.share_memory()\nmp.Process(target=print, args=(model,)).start()\n"),
     Pair("The model creates its own optimizer", IMPORTS + "class Net(nn.Module):\n    def fit(self):\n" + indent(indent(TRAIN)) + "Net().fit()\n", IMPORTS + "class Net:\n    def __init__(self):\n" + indent(indent(TRAIN)) + "Net()\n"),
     Pair("This setting of the device has no effect", HEAD.replace("model =", "exec('rate = 1')\nmodel =") + LOOP, HEAD + LOOP + "exec('rate = 1')\n"),

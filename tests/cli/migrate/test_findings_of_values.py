@@ -118,6 +118,7 @@ PAIRS = [
     Pair("since the loss is computed by encode, and not by calling the model", compute("model.decode(model.encode(x)).mean()"), compute("model.decode(model(x)).mean()")),
     Pair("since the loss is computed by encode, and not by calling the model", compute("model.encode(x).mean()"), HEAD + LOOP.replace("    loss =", "    with torch.no_grad():\n        x = model.encode(x)\n    loss =") + "for x in loader:\n    model.encode(x)\n"),
     Pair("since the loss is computed by inner, and not by calling the model", "from meta import Meta\n" + compute("inner(x).mean()", HEAD.replace("model = nn.Linear(8, 2)", "inner = nn.Linear(8, 2)\nmodel = Meta(inner)")), "from meta import Meta\n" + compute("model(inner(x)).mean()", HEAD.replace("model = nn.Linear(8, 2)", "inner = nn.Linear(8, 2)\nmodel = Meta(inner)"))),
+    Pair("Each process reads its own shards only if WebDataset gets nodesplitter", "import webdataset\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "webdataset.WebLoader(webdataset.WebDataset('a.tar'), batch_size=8)") + LOOP, "import webdataset\nprint(webdataset.__version__)\n" + HEAD + LOOP),
     Pair("criterion holds a model as it is before accelerator.prepare", compute("criterion(x)", HELD), compute("criterion(x) + model(x).mean()", HELD)),
     Pair("The gradients of criterion and model are not averaged", compute("criterion.compute(x)", OWN_HEAD), compute("criterion(x)", OWN_HEAD)),
 ]  # fmt: skip

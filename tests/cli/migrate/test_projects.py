@@ -145,6 +145,6 @@ def test_a_conversion_by_hand_of_a_part_is_reported_as_such(report):
     assert report({"engine.py": engine}) == (
         [],
         [
-            "engine.py:6: This is not converted, since the script uses accel already. Write accelerator.backward(loss)."
+            "engine.py:6: This is not converted, since the script uses accel already. Convert it as the tables on the page Migrate a script show."
         ],
     )
