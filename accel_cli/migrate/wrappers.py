@@ -27,6 +27,10 @@ OF_MODULES = {
     "named_buffers", "named_children", "named_modules", "named_parameters", "parameters", "requires_grad_", "state_dict", "to", "train",
 }  # fmt: skip
 """Methods of each module that compute no outputs."""
+_FUNCTIONAL = {"torch.func.functional_call", "torch.nn.utils.stateless.functional_call"}
+"""Functions that compute the outputs of a module with other parameters."""
+_OF_COPIES = {"clone", "functional_call"}
+"""Functions for a model with changed parameters, as in meta-learning, which the model cannot call itself."""
 
 
 def convert_wrappers(conversion: Conversion) -> None:
@@ -77,6 +81,8 @@ def _find_bypassed(conversion: Conversion) -> None:
         for call in sorted(parts, key=script.end):
             name = get_method(call)
             owner: Any = call.func.value if name else call.func  # type: ignore[attr-defined]
+            if script.qualified_name(call.func) in _FUNCTIONAL and call.args:
+                name, owner = "functional_call", call.args[0].value
             models = _get_origins(script, owner) or _find_holders(script, owner)
             held = _find_held_models(conversion, owner)
             if name in OF_MODULES or not models | held or (models | held) & called:
@@ -85,11 +91,18 @@ def _find_bypassed(conversion: Conversion) -> None:
             seen |= models | held
             called |= models | held
             conversion.finding(
-                call,
-                f"The gradients of {codes} are not averaged over the processes, since {to_code(owner)} holds a model as it is before accelerator.prepare. Let {to_code(owner)} be a module, pass it to accelerator.prepare too, and compute the loss by calling it."
-                if held
-                else f"The gradients of {codes} are not averaged over the processes, since the loss is computed by {name or to_code(owner)}, and not by calling the model. Call {name or to_code(owner)} in its forward, and call the model.",
+                call, _describe_bypass(codes, to_code(owner), name or to_code(owner), is_held=bool(held))
             )
+
+
+def _describe_bypass(models: str, owner: str, function: str, *, is_held: bool) -> str:
+    problem = f"The gradients of {models} are not averaged over the processes, since"
+    if is_held:
+        return f"{problem} {owner} holds a model as it is before accelerator.prepare. Let {owner} be a module, pass it to accelerator.prepare too, and compute the loss by calling it."
+    problem = f"{problem} the loss is computed by {function}, and not by calling the model."
+    if function in _OF_COPIES:
+        return f'{problem} Leave the model out of accelerator.prepare, move it to accelerator.device, and write before the step: for one in {models}.parameters(): one.grad = accelerator.reduce(one.grad, "mean").'
+    return f"{problem} Call {function} in its forward, and call the model."
 
 
 def _get_origins(script: Script, node: cst.BaseExpression) -> frozenset[Variable]:
@@ -135,6 +148,13 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
     found: set[cst.Call] = set()
     pending: list[cst.CSTNode] = [loss]
     seen: set[Any] = set()
+    # A function may be an argument, as of torch.func.vmap.
+    functions = {
+        name: function
+        for function, names in script.references.items()
+        if isinstance(function, cst.FunctionDef)
+        for name in names
+    }
     while pending:
         one = pending.pop()
         if isinstance(one, cst.SubscriptElement) or get_method(one) in {"detach", "item"}:
@@ -143,7 +163,7 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
             found.add(one)
         if script.is_model_call(one):
             continue  # what goes into the model may be no tensor
-        callee = script.callees.get(one) if isinstance(one, cst.Call) else None
+        callee = script.callees.get(one) if isinstance(one, cst.Call) else functions.get(one)
         if callee is not None and callee not in seen:
             seen.add(callee)
             pending += script.returned_values(callee)
