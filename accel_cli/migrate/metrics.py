@@ -115,6 +115,16 @@ def find_other_uses(conversion: Conversion) -> None:
             kinds = {role.kind for role in roles}
             if loaders and "model" in kinds and "optimizer" not in kinds:
                 _leave_whole(conversion, node, loaders)
+        elif (
+            script.is_call_of(node, "torch.optim.swa_utils.update_bn")
+            and node.args
+            and (loader := script.loader_of(node.args[0].value)) is not None
+            and conversion.is_prepared(loader.origins)
+        ):
+            conversion.finding(
+                node,
+                "This computes the statistics of BatchNorm from the samples of one process. Pass a DataLoader that is not prepared, such as another one of the same dataset, and device=accelerator.device.",
+            )
 
 
 def _is_foreign(script: Script, call: cst.Call) -> bool:
