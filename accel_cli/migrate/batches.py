@@ -7,13 +7,15 @@ from typing import Any
 import libcst as cst
 
 from accel_cli.migrate.raw import Conversion
-from accel_cli.migrate.script import Script, Variable, descendants, get_positional, to_code
+from accel_cli.migrate.script import Role, Script, Variable, descendants, get_method, get_positional, to_code
 
 __all__ = ["draws_same_numbers", "find_own_batches", "find_unseeded_draws", "list_loops"]
 
 _RANDOM = ("torch.rand", "torch.bernoulli", "torch.normal", "torch.multinomial", "numpy.random.", "random.")
 _GENERATORS = ("default_rng", "RandomState", "Generator", "Random")
 _SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "torch.random.manual_seed")
+_SAMPLES = {"dataset", "data", "input_nodes", "edge_label_index"}
+"""Arguments of loaders with the samples, also of torch_geometric."""
 
 
 def find_own_batches(conversion: Conversion) -> None:
@@ -21,6 +23,7 @@ def find_own_batches(conversion: Conversion) -> None:
     script = conversion.script
     seen = set()
     is_split = _leave_webdatasets(conversion)
+    _find_divided_samples(conversion)
     for call in conversion.backwards:
         region = script.find_ancestor(call, (cst.For, cst.While, cst.FunctionDef)) or script.module
         if region in seen or _reads_loader(conversion, call):
@@ -28,12 +31,12 @@ def find_own_batches(conversion: Conversion) -> None:
         seen.add(region)
         draws = _find_draws(conversion, call)
         conversion.draws.update(draws)
-        if is_split and not draws:
+        if not draws and (is_split or _gets_batches(conversion, region)):
             continue
         if not draws:
             conversion.finding(
                 call,
-                "The samples of this step are not read from a prepared DataLoader, so they are not divided over the processes, and several compute no more than one. "
+                "The samples of this step are not read from a prepared DataLoader, so they are not divided over the processes. "
                 "Pass a DataLoader of another file to accelerator.prepare. Give each process its part of other samples where they are loaded, of the same length on all, such as x.chunk(accelerator.num_processes)[accelerator.process_index].",
             )
         elif draws_same_numbers(conversion):
@@ -42,6 +45,37 @@ def find_own_batches(conversion: Conversion) -> None:
                 "These samples are drawn by the script, and its seed makes them equal on every process. Before the training, write: "
                 f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
             )
+
+
+def _find_divided_samples(conversion: Conversion) -> None:
+    """Report loaders of samples that the script divides over the ranks itself."""
+    script = conversion.script
+    for call in script.calls:
+        if script.kind_of(call) != "loader" or call in script.callees:
+            continue
+        samples = [
+            arg
+            for index, arg in enumerate(call.args)
+            if (arg.keyword.value in _SAMPLES if arg.keyword is not None else index == 0)
+        ]
+        if any(conversion.reads_rank(arg.value) for arg in samples):
+            conversion.finding(
+                call,
+                "The script divides these samples over the ranks itself, and a prepared loader divides them again. Remove the division.",
+            )
+
+
+def _gets_batches(conversion: Conversion, region: cst.CSTNode) -> bool:
+    """Return whether a step is a function that another library calls, as `Engine(step)` of ignite, with batches of a loader that it gets."""
+    script = conversion.script
+    is_passed = any(isinstance(script.parents.get(one), cst.Arg) for one in script.references.get(region, []))
+    return is_passed and any(
+        conversion.is_prepared(role.origins)
+        for call in script.calls
+        if script.is_foreign_call(call) or get_method(call)
+        for arg in call.args
+        if isinstance(role := script.role_of(arg.value), Role) and role.kind == "loader"
+    )
 
 
 def _leave_webdatasets(conversion: Conversion) -> bool:

@@ -345,14 +345,15 @@ def _remove_device_option(conversion: Conversion) -> None:
             statement = script.parents[call]
             if (
                 isinstance(first, cst.SimpleString)
-                and to_code(first)[1:-1] == "--device"
+                and to_code(first)[1:-1] in {"--device", "-device"}
                 and isinstance(statement, cst.Expr)
                 and uses
                 and not left
             ):
                 conversion.edits.remove(statement)
                 conversion.note(
-                    call, "The option --device was removed. Use accel launch --cpu to train on the CPU."
+                    call,
+                    f"The option {to_code(first)[1:-1]} was removed. Use accel launch --cpu to train on the CPU.",
                 )
 
 

@@ -287,11 +287,20 @@ def convert_samplers(conversion: Conversion) -> None:
             isinstance(call.func, cst.Attribute)
             and call.func.attr.value == "set_epoch"
             and isinstance(script.parents[call], cst.Expr)
-            and (samplers or not script.kind_of(call.func.value))
+            and (script.variable(call.func.value) in samplers or _is_of_loader(script, call.func.value))
         ):
             conversion.edits.remove(script.parents[call])
         elif script.kind_of(call) == "loader" and call not in script.callees:
             _convert_loader(conversion, call, samplers)
+
+
+def _is_of_loader(script: Script, node: cst.BaseExpression) -> bool:
+    """Return whether an expression is `loader.sampler`, or the sampler of its batch sampler."""
+    while isinstance(node, cst.Attribute) and node.attr.value in {"sampler", "batch_sampler"}:
+        node = node.value
+        if script.kind_of(node) == "loader":
+            return True
+    return False
 
 
 def _list_branches(value: cst.BaseExpression) -> list[cst.BaseExpression]:

@@ -125,10 +125,11 @@ class Conversion:
             # a variable of the loop may be that of loops over other loaders too
             roles.append(Role("batch", loader.origins))
         else:
+            # a variable of a batch that is read here may be that of loops over other loaders too
             variables = {
                 variable
                 for node in descendants(region)
-                if isinstance(node, cst.Assign) and script.function_of(node) is function
+                if isinstance(node, cst.Assign) and script.function_of(node) is function and not any(roles)
                 for target in node.targets
                 for variable in script.variables(target.target)
             }

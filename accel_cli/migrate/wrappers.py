@@ -155,6 +155,10 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
         if isinstance(function, cst.FunctionDef)
         for name in names
     }
+    added: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
+    for node in script.nodes:
+        if isinstance(node, cst.AugAssign) and (target := script.variable(node.target)) is not None:
+            added.setdefault(target, []).append((node, node.value))
     while pending:
         one = pending.pop()
         if isinstance(one, cst.SubscriptElement) or get_method(one) in {"detach", "item"}:
@@ -172,7 +176,7 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
         if variable is not None and variable not in seen:
             seen.add(variable)
             function = script.function_of(one)
-            entries = script.assigned.get(variable, [])
+            entries = [*script.assigned.get(variable, []), *added.get(variable, [])]
             pending += [value for node, value in entries if script.function_of(node) is function]
     return found
 
