@@ -253,6 +253,14 @@ def _is_read_before(conversion: Conversion) -> bool:
     """Return whether a model is copied, called or passed on before it is prepared, so that it must be moved already."""
     script = conversion.script
     creations = {node for nodes in conversion.creations.values() for node in nodes}
+    if any(
+        one in script.constructed
+        for variable in conversion.creations
+        if script.roles[variable].kind == "optimizer"
+        for _, value in script.assigned.get(variable, [])
+        for one in descendants(value)
+    ):
+        return True  # an optimizer of the script may copy the weights
     for variable, nodes in conversion.creations.items():
         if script.roles[variable].kind != "model":
             continue
