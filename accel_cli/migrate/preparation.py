@@ -120,7 +120,7 @@ def place_accelerator(conversion: Conversion) -> None:
                 )
         raise MissingModelError(
             script.line(call),
-            "No model of this file with an optimizer was found for this backward pass. Create both in this file, and pass them to accelerator.prepare.",
+            "No model of this file with an optimizer was found for this backward pass. Create both in this file, each in a variable of its own, and pass them to accelerator.prepare.",
         )
     first = min((node for nodes in conversion.creations.values() for node in nodes), key=script.start)
     owners = {script.function_of(node) for nodes in conversion.creations.values() for node in nodes}

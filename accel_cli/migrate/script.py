@@ -636,7 +636,10 @@ class Script(Structure):
         """Return whether an attribute is assigned and called, and its object is not, as `agent.model` of a namespace."""
         called = {to_code(call.func) for call in self.calls}
         code = to_code(node)
-        return code in called and code.partition(".")[0] not in called and code in self._assigned_attributes
+        owner, _, name = code.rpartition(".")
+        # A function may call it under another name of the object.
+        is_called = any(one.endswith(f".{name}") and one != f"self.{name}" for one in called)
+        return is_called and owner.partition(".")[0] not in called and code in self._assigned_attributes
 
     def list_values(self, variable: Variable) -> list[cst.BaseExpression]:
         """Return the expressions that are assigned to a variable, or passed to it as an argument."""
