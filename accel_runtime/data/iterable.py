@@ -19,7 +19,7 @@ from accel_runtime.backends.rng import IsolatedRNG, RandomStates, broadcast_from
 from accel_runtime.backends.single import Single
 from accel_runtime.data.iterable_worker import WorkerBatch, WorkerReader, WorkerTask, build_worker_count_error
 from accel_runtime.data.sharding import BatchSharding
-from accel_runtime.data.source import Source, defer_failure
+from accel_runtime.data.source import Source
 from accel_runtime.data.state import ReaderState, StreamState
 from accel_runtime.data.stream_reader import ReadingRNG, combine_fingerprints
 from accel_runtime.environment.topology import Topology
@@ -137,7 +137,7 @@ class IterableSource(Source[StreamState]):
             self._synchronize(reading)
         stream.begin()
         with reading.context():
-            batches = defer_failure(partial(iter, stream.loader))
+            batches = iter(stream.loader)
         return self._read_batches(progress, reading, batches, position)
 
     def _read_batches(

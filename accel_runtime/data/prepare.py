@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,13 +21,7 @@ from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import loss_scale, sharding_of_loader
-from accel_runtime.data.source import (
-    Source,
-    batch_size_of,
-    defer_failure,
-    sampler_of_loader,
-    yields_single_samples,
-)
+from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.data.state import MapStyleState, StreamState
 from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.environment.topology import DataRank, Topology
@@ -241,7 +234,7 @@ class _Dispatch(Source[_State]):
             return self._receive(progress, start, iter(()))
         reading = EpochProgress(progress.epoch)
         progress.read_states_from(lambda _: reading.state())
-        batches = defer_failure(partial(super().iterate, reading, start))  # type: ignore[safe-super, arg-type]
+        batches = super().iterate(reading, start)  # type: ignore[safe-super, arg-type]
         return self._receive(progress, start, self._group_by_rank(reading, batches))
 
     def _receive(

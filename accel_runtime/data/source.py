@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,6 @@ from accel_runtime.foundation.steps import EpochProgress
 __all__ = [
     "Source",
     "batch_size_of",
-    "defer_failure",
     "len_or_none",
     "sampler_attribute",
     "sampler_of_loader",
@@ -73,21 +72,6 @@ class Source(ABC, Generic[_State]):
     @abstractmethod
     def next_epoch(self, *, ends: bool = False) -> _State:
         """Return the state in which the next epoch begins; with `ends`, after the end of the newest iteration is requested."""
-
-
-def defer_failure(create: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Return the created iterator or, if creating it fails, one that raises the error with the first batch.
-
-    Ranks exchange errors with the first batch only: if one rank fails before, the others wait for it.
-    """
-    try:
-        return create()
-    except Exception as error:  # noqa: BLE001 - raised with the first batch
-        return map(_raise, (error,))
-
-
-def _raise(error: Exception) -> Any:
-    raise error
 
 
 def sampler_attribute(loader: DataLoader[Any]) -> str:

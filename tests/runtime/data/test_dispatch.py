@@ -45,27 +45,6 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
         assert steps in {None, len(actual)}
 
 
-class BrokenLoader(DataLoader):
-    """A loader whose iterator cannot be created on the first rank, as if its workers do not start."""
-
-    def __iter__(self):
-        if torch.distributed.get_rank() == 0:
-            raise OSError("no worker")
-        return super().__iter__()
-
-
-@pytest.mark.parametrize(("kind", "dispatch"), [(range, True), (RangeStream, True), (RangeStream, False)])
-def test_all_ranks_fail_if_one_cannot_create_an_iterator(pair, kind, dispatch):
-    def read(kind, dispatch):
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-        with pytest.raises((OSError, RuntimeError)) as caught:
-            list(accelerator.prepare(BrokenLoader(kind(8))))
-        return type(caught.value).__name__
-
-    other = "DispatchError" if dispatch else "RuntimeError"
-    assert pair.run(read, kind, dispatch) == ["OSError", other]
-
-
 def test_only_the_first_rank_reads(several):
     def read_source():
         backend = read_epochs.get_backend()
