@@ -139,14 +139,10 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
 
     def _begin_iteration(self, continued: IterationState | None) -> _BegunIteration:
         """Begin an epoch, or continue a loaded one, as far as torch does when an iterator is created."""
-        if not self._options.dispatch:
-            self._synchronize(at_iterator=True)
+        self._synchronize(at_iterator=True)
         state, num_replayed = self._begin_epoch(continued)
         progress = EpochProgress(state.epoch, state.num_batches)
-        batches = self._iterate_batches(progress, state.source, num_replayed)
-        if self._options.dispatch:
-            self._synchronize(at_iterator=True)  # only the first rank has drawn
-        return _BegunIteration(progress, batches)
+        return _BegunIteration(progress, self._iterate_batches(progress, state.source, num_replayed))
 
     def _request_first_batch(
         self, begun: _BegunIteration | None, continued: IterationState | None
