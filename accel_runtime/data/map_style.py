@@ -124,7 +124,6 @@ class MapStyleSource(Source[MapStyleState]):
             start.fingerprint,
             saved if start.begun else None,
             start.begun,
-            opens_once=start.seed_drawn,
         )
         seed_drawn = start.seed_drawn or not start.begun
         num_batches, fingerprint = 0, start.fingerprint
@@ -169,9 +168,7 @@ class MapStyleSource(Source[MapStyleState]):
         if start.seed_drawn or self._order.uses_spare_generator:
             return torch.Generator()
         if self._workers_persist and start.random is not None:
-            # New workers, as the uninterrupted run has, iterate over the sampler once more, and draw the seed afterwards.
             with isolated():
-                iter(self._order)
                 torch.empty((), dtype=torch.int64).random_(generator=self._generator)
         return self._generator
 
@@ -215,12 +212,8 @@ class EpochStart:
     """If true, the order was drawn under `random` in an earlier run."""
     is_exhausted: bool = False
     """If true, the sampler has ended."""
-    opens_once: bool = False
-    """If true, torch iterates over the sampler once in the uninterrupted run, as with persistent workers; with new workers, twice."""
     is_opened: bool = False
     """If true, torch's iterator is created, which draws a seed for workers then."""
-    opened: Iterator[Any] | None = None
-    """Iterator of a sampler of the script that torch creates together with its own; None for any other sampler."""
     pending: deque[_PendingStep] = field(default_factory=deque)
     """Steps of the batches whose indices were yielded and that have not arrived yet."""
 
@@ -349,10 +342,8 @@ class EpochOrder(Sampler[Any]):
     def __iter__(self) -> Iterator[list[Index] | Index]:
         # Not a generator: torch calls it, and may call that of the script's sampler, when its own iterator is created.
         start = self._start
-        if not (start.is_opened and start.opens_once):
-            start.opened = self._open_source(start)
         start.pending, start.is_opened = deque(), True
-        return self._iterate_batches(start, start.pending.append)
+        return self._iterate_batches(start, start.pending.append, self._open_source(start))
 
     def _open_source(self, start: EpochStart) -> Iterator[Any] | None:
         """Return the iterator of a sampler of the script that torch creates together with its own; None for any other."""
@@ -382,10 +373,11 @@ class EpochOrder(Sampler[Any]):
         )
 
     def _iterate_batches(
-        self, start: EpochStart, record: Callable[[_PendingStep], None]
+        self, start: EpochStart, record: Callable[[_PendingStep], None], opened: Iterator[Any] | None
     ) -> Iterator[list[Index] | Index]:
         isolated = start.isolated if start.is_continued else self._synchronize(start)
-        opened = start.opened if isolated is start.isolated else None
+        if isolated is not start.isolated:
+            opened = None
         with isolated():
             steps = self.iterate_steps(start, opened)
             first_step = list(islice(steps, 1))  # the order is drawn with it

@@ -89,8 +89,8 @@ EVENTS = st.one_of(
 ZIP = [("iter", 0), ("iter", 1), *[("next", 0), ("next", 1)] * 3, ("next", 0), ("drop", 0), ("drop", 0)] * 2
 
 
-def build_loader(kind, workers, **options):
-    options |= {"dataset": range(COUNT), "batch_size": 2, "num_workers": workers} | (LOADERS | NOISY)[kind]()
+def build_loader(kind, workers):
+    options = {"dataset": range(COUNT), "batch_size": 2, "num_workers": workers} | (LOADERS | NOISY)[kind]()
     return DataLoader(**options)
 
 
@@ -205,26 +205,3 @@ def test_a_save_before_the_first_batch_continues_with_the_numbers_that_are_drawn
     accelerator, loader = start(1)
     accelerator.resume(tmp_path / "saved")
     assert read(loader, iter(loader)) == expected
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "single samples", "batch sampler"])
-@pytest.mark.parametrize("workers_run", [True, False], ids=["running workers", "new workers"])
-def test_persistent_workers_continue_with_the_numbers_of_the_saved_epoch(kind, workers_run, tmp_path):
-    def start():
-        accelerator = Accelerator()
-        return accelerator, accelerator.prepare(build_loader(kind, 1, persistent_workers=True))
-
-    def read(loader):
-        return [torch.as_tensor(batch).tolist() for batch in loader], capture_states([loader])
-
-    set_seed(0)
-    accelerator, loader = start()
-    expected = []
-    for epoch in range(2):
-        accelerator.save_state(tmp_path / str(epoch))
-        expected.append(read(loader))
-    for epoch in range(2):
-        if not workers_run:
-            accelerator, loader = start()
-        accelerator.load_state(tmp_path / str(epoch))
-        assert [read(loader) for _ in expected[epoch:]] == expected[epoch:]
