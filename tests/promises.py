@@ -31,8 +31,6 @@ GUARANTEES = (
         (
             "tests/runtime/data/test_loader.py::test_the_order_equals_that_of_the_unprepared_loader_on_one_process",
             "tests/runtime/data/test_source_contract.py::test_the_order_is_that_of_the_unprepared_loader_on_one_process",
-            "tests/runtime/data/test_random_draws.py::test_zipped_loaders_draw_what_the_unprepared_ones_draw",
-            "tests/runtime/data/test_random_draws.py::test_any_use_of_iterators_draws_what_it_draws_from_unprepared_loaders",
         ),
         "order of the unprepared loader",
     ),

@@ -108,24 +108,13 @@ def prefetch_batches(
     epoch: EpochProgress,
     build_carrier: Callable[[], Carrier],
 ) -> Iterator[Any]:
-    """Return an iterator over the batches of an epoch on the device, which fetches and copies one ahead.
+    """Yield the batches of an epoch on the device, fetching and copying one ahead.
 
     Batches are fetched in the script's thread, so random numbers are drawn in order. An error in fetching a batch is raised
     after the batch before it.
     """
     ahead = EpochProgress(epoch.epoch)
-    batches = batches_of(ahead)
-    epoch.read_states_from(lambda _: ahead.state())  # until the first batch
-    return _prefetch(batches, ahead, epoch, build_carrier)
-
-
-def _prefetch(
-    batches: Iterator[Any],
-    ahead: EpochProgress,
-    epoch: EpochProgress,
-    build_carrier: Callable[[], Carrier],
-) -> Iterator[Any]:
-    carrier = build_carrier()
+    batches, carrier = batches_of(ahead), build_carrier()
 
     def fetch() -> _PrefetchedBatch | Exception | None:
         try:
@@ -140,15 +129,19 @@ def _prefetch(
     try:
         following = fetch()
         if not isinstance(following, _PrefetchedBatch):
-            epoch.set_state(ahead.state())  # the start of the epoch
+            epoch.read_states_from(_return_state(ahead.state()))  # the start of the epoch
         while following is not None:
             if isinstance(following, Exception):
                 raise following
             current, following = following, fetch()
             batch = carrier.take(current.batch)
             epoch.advance(current.step_info)
-            epoch.set_state(current.source_state)
+            epoch.read_states_from(_return_state(current.source_state))
             yield batch
     finally:
         following = None  # an exception references this frame, and a cycle would keep loader workers alive until garbage collection
         carrier.close()
+
+
+def _return_state(state: Any) -> Callable[[StepInfo | None], Any]:
+    return lambda _: state

@@ -252,16 +252,6 @@ class IsolatedRNG:
             self._states = RandomStates.capture(kinds=self._kinds)
             previous.restore()
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Return the global generators that are set, a subset of `KINDS`."""
-        return self._kinds
-
-    @property
-    def states(self) -> RandomStates:
-        """Return the states that the next `with` sets."""
-        return self._states
-
     def take_over(self) -> None:
         """Set these states permanently."""
         self._states.restore()

@@ -210,15 +210,6 @@ class LoopRecord:
         # A function that has returned, or a generator, keeps the iterator.
         return False if caller is not None and caller != self._callers[0] else None
 
-    def requests_end(self, running: Iterable[LoopRecord], stack: CallStack) -> bool:
-        """Return whether a `for` statement requests the end of the loop next: that of the first one only with `zip`."""
-        caller = find_caller(self._callers, stack)
-        if not self.is_at_last or caller is None or not is_looping(caller, stack):
-            return False
-        before = itertools.takewhile(lambda other: other is not self, running)
-        callers = [find_caller(other._callers, stack) for other in before if other.is_at_last]  # noqa: SLF001 - of this class
-        return caller not in callers
-
     @property
     def is_open(self) -> bool:
         """Return whether the loop is running."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -125,32 +125,29 @@ class IterableSource(Source[StreamState]):
     @override
     def iterate(self, progress: EpochProgress, start: StreamState) -> Iterator[Any]:
         self.check(start)
-        saved = start.random or RandomStates()
-        saved.restore_generators(self._generators)
-        stream = self._open_stream(start)
+        if start.random is not None:
+            start.random.restore_generators(self._generators)
+        current = RandomStates.capture(self._generators)
+        random = self._find_states(start, current)
+        reading = self._begin_reading(start, random, current)
         if self._loader.persistent_workers:
-            stream.reader.set_epoch(progress.epoch)
-        reading = _Reading(start, stream, IsolatedRNG(saved, RandomStates.capture(kinds=saved.kinds)))
-        position = _StreamPosition(reading, self._generators, self._loader.num_workers)
+            reading.stream.reader.set_epoch(progress.epoch)
+        position = _StreamPosition(start, reading, self._loader.num_workers)
         progress.read_states_from(lambda _: position.state())
-        if self._loader.num_workers:
-            self._synchronize(reading)
-        stream.begin()
-        with reading.context():
-            batches = iter(stream.loader)
-        return self._read_batches(progress, reading, batches, position)
-
-    def _read_batches(
-        self, progress: EpochProgress, reading: _Reading, batches: Iterator[Any], position: _StreamPosition
-    ) -> Iterator[Any]:
-        if not self._loader.num_workers:
-            self._synchronize(reading)
-        steps = self._read_steps(reading, batches, position)
+        steps = self._read_steps(reading, start.skipped_steps, position)
         marked = _mark_last(steps, self._loader.num_workers)
-        for info, local_batches, is_last in _check_ranks(marked, self._backend):
+        for info, batches, is_last in _check_ranks(marked, self._backend):
             position.advance(info)
             progress.advance(self.sharding.step_info(info.num_samples, is_last=is_last))
-            yield from local_batches
+            yield from batches
+
+    def _find_states(self, start: StreamState, current: RandomStates) -> RandomStates:
+        """Return the random states at the start of the epoch; `current` itself if all ranks have the same."""
+        if start.begun:
+            return start.random or current
+        # Nothing has been drawn between two epochs, and every rank has saved its own states.
+        saved = current if start.random is None else current.update(start.random)
+        return broadcast_from_first(current if saved == current else saved, self._backend)
 
     @override
     def num_steps(self) -> int:
@@ -162,7 +159,7 @@ class IterableSource(Source[StreamState]):
         return self.sharding.num_steps(len(self._loader.dataset), self.sharding.padded_size)
 
     @override
-    def next_epoch(self, *, ends: bool = False) -> StreamState:
+    def next_epoch(self) -> StreamState:
         stream, random = self._persistent, RandomStates.capture(self._generators)
         if stream is None:
             return StreamState(random=random)
@@ -173,71 +170,64 @@ class IterableSource(Source[StreamState]):
         if start.workers is not None and len(start.workers) != self._loader.num_workers:
             raise build_worker_count_error(len(start.workers))
 
-    def _open_stream(self, start: StreamState) -> _StreamLoader:
-        """Return the loader to iterate over, with the generator to draw the workers' seed from."""
+    def _begin_reading(self, start: StreamState, random: RandomStates, current: RandomStates) -> _Reading:
+        """Return what the iteration reads from, and under which random states, the same on all ranks."""
+        is_current = random is current
+        if not is_current:
+            random.restore_generators(self._generators)
+        no_workers = self._loader.num_workers == 0
+        takes_over = self._backend.data_rank.rank == 0 and not start.begun and random == current
+        reading_rng, draws_in_turn = ReadingRNG(), False
+        context: AbstractContextManager[None] = nullcontext()
+        if no_workers:
+            # Such an epoch is read from the global generators, in turn with the script's own draws.
+            draws_in_turn = start.draws_in_turn if start.begun else is_current
+            reading_rng = self._build_reading_rng(start, random, draws_in_turn=draws_in_turn)
+        elif not (is_current or takes_over):
+            context = IsolatedRNG(random)()  # only the workers' seed is drawn in this process
         stream = self._persistent if start == StreamState() else None  # until a state is loaded
         if self._persistent is not None and start.random is None:
             # Other workers, which skip batches, take over the seed: persistent workers have one for all epochs.
             replaced = self._persistent
             start = replace(start, worker_seed=replaced.worker_seed, worker_iterations=replaced.iterations)
         if stream is None:
-            stream = _StreamLoader(self._loader, WorkerReader(self._task, start), start)
+            stream = _StreamLoader(self._loader, WorkerReader(self._task, start, reading_rng), start)
             self._persistent = stream if self._loader.persistent_workers else None
-        stream.choose_generator(spare=start.worker_iterations > 0 or start.seed_drawn)
-        return stream
-
-    def _synchronize(self, reading: _Reading) -> None:
-        """Choose the random states that an iteration reads under, the same on all ranks."""
-        start, stream, isolated = reading.start, reading.stream, reading.isolated
-        current = RandomStates.capture(self._generators)
-        opened_at = stream.reader.opened_at
-        if opened_at is not None:
-            opened_at = replace(opened_at, generators=current.generators)
-            current = current if isolated.kinds else opened_at
-        if start.begun:
-            random = start.random or current
-        else:
-            # Nothing else has been drawn between two epochs, and every rank has saved its own states.
-            saved = opened_at or current.update(isolated.states)
-            random = broadcast_from_first(current if saved == current else saved, self._backend)
-        is_current = random is current
-        if not is_current:
-            random.restore_generators(self._generators)
-        takes_over = self._backend.data_rank.rank == 0 and not start.begun and random == current
-        no_workers, draws_in_turn = self._loader.num_workers == 0, False
-        reading.context = nullcontext
-        if no_workers:
-            # Such an epoch is read from the global generators, in turn with the script's own draws.
-            draws_in_turn = start.draws_in_turn if start.begun else is_current
-            rng = self._build_reading_rng(start, random, draws_in_turn=draws_in_turn)
-            stream.reader.read_under(rng)
-            # Draws of the dataset's `__iter__` have advanced the global states already.
-            reading.takes_over = rng.isolated if takes_over and opened_at is None else None
-        elif not (is_current or takes_over):
-            reading.context = IsolatedRNG(random)  # only the workers' seed is drawn in this process
-        reading.begun = StreamState(
+        begun = StreamState(
             begun=True,
             random=random,
-            seed_drawn=no_workers,
             draws_in_turn=draws_in_turn,
             worker_iterations=stream.iterations if self._persistent else 0,
         )
+        # Inside an epoch the seed for workers has been drawn before, and the generator restored is past that draw.
+        stream.choose_generator(
+            spare=start.worker_iterations > 0 or (no_workers and start.begun and not self._generators)
+        )
+        return _Reading(stream, begun, context, reading_rng.isolated if takes_over else None)
 
     def _build_reading_rng(
         self, start: StreamState, random: RandomStates, *, draws_in_turn: bool
     ) -> ReadingRNG:
         """Return the random states that a loader without workers reads an epoch under."""
+
+        def build() -> IsolatedRNG:
+            reading = IsolatedRNG(random)
+            if not self._generators:
+                with reading():  # torch draws a seed for workers even without workers
+                    torch.empty((), dtype=torch.int64).random_()
+            return reading
+
         # An epoch that is read in turn is replayed under its own states up to the saved offset, and then continues so.
         return ReadingRNG(
-            None if draws_in_turn else IsolatedRNG(random),
-            IsolatedRNG(random) if start.begun and draws_in_turn and start.offset else None,
-            IsolatedRNG(random) if start.begun else None,
+            None if draws_in_turn else build(),
+            build() if start.begun and draws_in_turn and start.offset else None,
+            build() if start.begun else None,
         )
 
-    def _read_steps(self, reading: _Reading, batches: Iterator[Any], position: _StreamPosition) -> _Steps:
+    def _read_steps(self, reading: _Reading, skip: int, position: _StreamPosition) -> _Steps:
         """Yield all steps; the first is read under random states that are the same on all ranks."""
-        steps = self._group_by_step(reading, batches, position)
-        with reading.context():
+        steps = self._group_by_step(reading.stream, skip, position)
+        with reading.context:
             first = next(steps, None)
         if reading.takes_over is not None:
             reading.takes_over.take_over()  # on the first data rank, global states advance as on one process
@@ -245,13 +235,15 @@ class IterableSource(Source[StreamState]):
             yield first
             yield from steps
 
-    def _group_by_step(self, reading: _Reading, batches: Iterator[Any], position: _StreamPosition) -> _Steps:
-        """Yield all steps after those that are skipped; workers that read the whole stream skip them themselves.
+    def _group_by_step(self, stream: _StreamLoader, skip: int, position: _StreamPosition) -> _Steps:
+        """Yield all steps after the first `skip`; workers that read the whole stream skip them themselves.
 
         Raises StreamsDifferError if such workers have read different samples.
         """
-        num_others, skip, stream = len(self._task.ranks) - 1, reading.start.skipped_steps, reading.stream
+        num_others = len(self._task.ranks) - 1
+        stream.begin()
         fingerprint: int | None = None
+        batches = iter(stream.loader)
         for number, batch in enumerate(batches):
             step = [batch, *islice(batches, num_others)]
             info, *_ = [stream.infos.popleft() for _ in step]
@@ -269,23 +261,16 @@ class IterableSource(Source[StreamState]):
             yield info, step
 
 
-class _Reading:
-    """Iteration over a stream.
+class _Reading(NamedTuple):
+    """Iteration over a stream that is about to begin."""
 
-    Args:
-        start: The state that it begins at.
-        stream: The loader that it reads from.
-        isolated: The random states in `start`, if it has them.
-    """
-
-    def __init__(self, start: StreamState, stream: _StreamLoader, isolated: IsolatedRNG) -> None:
-        self.start, self.stream, self.isolated = start, stream, isolated
-        self.begun: StreamState | None = None
-        """State at the start of the epoch; None until ranks have exchanged it."""
-        self.context: Callable[[], AbstractContextManager[None]] = isolated
-        """Context that torch's iterator is created in, and that the first batch is read in."""
-        self.takes_over: IsolatedRNG | None = None
-        """Random states that become those of the process after the first batch."""
+    stream: _StreamLoader
+    begun: StreamState
+    """State at the start of the epoch."""
+    context: AbstractContextManager[None]
+    """Context that the first batch is read in."""
+    takes_over: IsolatedRNG | None
+    """Random states that become those of the process after the first batch."""
 
 
 class _StreamLoader:
@@ -367,17 +352,16 @@ class _StreamPosition:
     """Position of an iteration in its stream.
 
     Args:
+        start: The state that the iteration began at.
         reading: The iteration.
-        generators: The loader's own generators.
         num_workers: The number of workers of the loader.
     """
 
-    def __init__(self, reading: _Reading, generators: Sequence[torch.Generator], num_workers: int) -> None:
-        self._start, self._reading = reading.start, reading
-        self._generators = generators
+    def __init__(self, start: StreamState, reading: _Reading, num_workers: int) -> None:
+        self._start, self._reading = start, reading
         self._newest: WorkerBatch | None = None
         self._num_samples = 0
-        self._readers = list(self._start.workers or [ReaderState()] * max(1, num_workers))
+        self._readers = list(start.workers or [ReaderState()] * max(1, num_workers))
 
     def advance(self, info: WorkerBatch) -> None:
         """Advance by a batch that is returned or dropped."""
@@ -388,10 +372,10 @@ class _StreamPosition:
 
     def state(self) -> StreamState:
         """Return the state after the newest batch."""
-        info, begun = self._newest, self._reading.begun
-        if info is None or begun is None:
-            return self._start if self._start.begun else self._state_before_first(begun)
-        begun = replace(begun, worker_seed=self._reading.stream.worker_seed)
+        info = self._newest
+        if info is None:
+            return self._start
+        begun = replace(self._reading.begun, worker_seed=self._reading.stream.worker_seed)
         if info.worker is None:
             return replace(begun, offset=info.reader.offset, reader=info.reader)
         return replace(
@@ -400,25 +384,6 @@ class _StreamPosition:
             workers=tuple(self._readers),
             next_worker=(info.worker + 1) % len(self._readers),
         )
-
-    def _state_before_first(self, begun: StreamState | None) -> StreamState:
-        """Return the state before the first batch of an epoch."""
-        stream = self._reading.stream
-        if begun is not None:
-            return replace(
-                self._start,
-                begun=True,
-                random=begun.random,
-                seed_drawn=begun.seed_drawn,
-                draws_in_turn=begun.draws_in_turn,
-                worker_seed=stream.worker_seed,
-                worker_iterations=begun.worker_iterations,
-            )
-        current = RandomStates.capture(self._generators).update(self._reading.isolated.states)
-        if stream.reader.opened_at is None:
-            return replace(self._start, random=current, seed_drawn=True)
-        opened_at = replace(stream.reader.opened_at, generators=current.generators)
-        return replace(self._start, begun=True, random=opened_at, seed_drawn=True)
 
     @property
     def _start_of_workers(self) -> int:

@@ -7,7 +7,6 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,27 +77,18 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
     Args:
         task: The dataset and the batches to make of it.
         start: The state to begin at, in the first iteration; the next ones begin at the start.
+        rng: The random states of the first iteration without workers; the next ones read under `isolated`.
     """
 
-    def __init__(self, task: WorkerTask, start: StreamState) -> None:
+    def __init__(self, task: WorkerTask, start: StreamState, rng: ReadingRNG) -> None:
         self._task = task
         self._start = start
-        self._rng = ReadingRNG()
-        self._opened: Iterator[Any] | None = None
-        """Iterator of the dataset, before its first sample is requested in this process."""
-        self.opened_at: RandomStates | None = None
-        """Random states before the dataset's `__iter__`, if it has drawn from them in this process."""
+        self._rng = rng
         self._view: _WorkerView | None = None
         self._epoch: torch.Tensor | None = None
         """Number of the epoch: `[]`, in memory that persistent workers share; None if the dataset does not ask for it."""
         self._begun_epoch: int | None = None
         """Number of the epoch of this worker's newest iteration."""
-
-    def read_under(self, rng: ReadingRNG) -> None:
-        """Set the random states to read under without workers, before the first sample is requested."""
-        self._rng = rng
-        if rng.isolated is not None:
-            self._opened = None  # it may have drawn from other states
 
     def set_epoch(self, epoch: int) -> None:
         """Let an iteration that begins be of an epoch, also in workers that have a copy of the dataset since an earlier one."""
@@ -116,18 +106,10 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
 
     @override
     def __iter__(self) -> Iterator[tuple[WorkerBatch, list[Any]] | None]:
-        # Not a generator: torch calls it, and that of a dataset, when its own iterator is created.
-        if get_worker_info() is None and not self._start.begun:
-            before = RandomStates.capture()
-            with suppress(Exception):  # raised with the first batch, when all ranks exchange their errors
-                self._opened = iter(self._task.dataset)
-            self.opened_at = None if RandomStates.capture() == before else before
-        return self._read()
-
-    def _read(self) -> Iterator[tuple[WorkerBatch, list[Any]] | None]:
         if get_worker_info() is not None:
             self._begin_epoch()
         start, self._start = self._start, StreamState()
+        rng, self._rng = self._rng, ReadingRNG(self._rng.isolated)
         view = self._begin_view(start)
         if start.workers is not None and (view is None or len(start.workers) != view.count):
             raise build_worker_count_error(len(start.workers))
@@ -140,7 +122,7 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
             return
         if is_split and view is not None and view.index < start.next_worker:
             yield None  # torch begins with worker 0, and the next batch is that of `next_worker`
-        source = self._open_source(position, view, is_split=is_split)
+        source = self._open_source(position, view, rng, is_split=is_split)
         try:
             reads_all = view is None or not view.is_split()
             if reads_all and start.workers is not None:
@@ -182,10 +164,9 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
         return view
 
     def _open_source(
-        self, position: ReaderState, view: _WorkerView | None, *, is_split: bool
+        self, position: ReaderState, view: _WorkerView | None, rng: ReadingRNG, *, is_split: bool
     ) -> StreamReader:
         """Return the reader of the dataset, at a state of the dataset that is verified, or at its start."""
-        rng = self._rng
         own = None if view is None else view.own_rng
         # The states at the start are needed again if the state of the dataset turns out to be of no use.
         initial = RandomStates.capture()
@@ -212,8 +193,7 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
         source = StreamReader(
             dataset, head_size, rng if view is None else build_rng(), keeps_state=keeps_state
         )
-        source.open(opened=self._opened)
-        self._opened = None
+        source.open()
         # In turn with the script, a stream drew other numbers than it does at once.
         if (
             position.dataset is not None

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
@@ -83,13 +83,6 @@ class LoaderOptions:
     """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
 
-class _BegunIteration(NamedTuple):
-    """Iteration whose iterator is created."""
-
-    progress: EpochProgress
-    batches: Iterator[Any]
-
-
 class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
     """DataLoader that yields this rank's slice of every global batch, on the device.
 
@@ -125,61 +118,35 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self._backend.data_rank.world_size > 1:
             _report_local_statistics(sys._getframe(1), self._backend)  # noqa: SLF001
-        # Not a generator: `zip` calls it for all loops before it requests the first batch of one, and torch draws random numbers here.
+        # Not a generator: `zip` calls it for all loops before it requests the first batch of one.
         claimed = self._progress.claim_loaded()
-        created_in = self._loops.capture_steps()
-        # A loaded iteration is continued by its first batch, unless a loop around it has gone on before; its draws are made already.
-        begun = self._begin_iteration(None) if claimed is None else None
-        iterator = self._iterate_epoch(created_in, claimed, begun)
-        if begun is not None:
-            self._progress.register_begun(iterator, begun.progress, created_in)
-        elif claimed is not None:
+        iterator = self._iterate_epoch(self._loops.capture_steps(), claimed)
+        if claimed is not None:
             self._progress.register(iterator, claimed)
         return iterator
 
-    def _begin_iteration(self, continued: IterationState | None) -> _BegunIteration:
-        """Begin an epoch, or continue a loaded one, as far as torch does when an iterator is created."""
-        self._synchronize(at_iterator=True)
-        state, num_replayed = self._begin_epoch(continued)
-        progress = EpochProgress(state.epoch, state.num_batches)
-        return _BegunIteration(progress, self._iterate_batches(progress, state.source, num_replayed))
-
-    def _request_first_batch(
-        self, begun: _BegunIteration | None, continued: IterationState | None
-    ) -> _BegunIteration:
-        """Return an iteration that began when its iterator was created, or one that begins now."""
-        iteration = begun or self._begin_iteration(continued)
-        self._synchronize(at_iterator=False)
-        return iteration
-
-    def _synchronize(self, *, at_iterator: bool) -> None:
-        """Make generators equal on the ranks that share them, before the order of an epoch is drawn. Collective.
-
-        With workers, it is drawn when the iterator is created, otherwise with the first batch.
-        """
-        if at_iterator is not (self.num_workers > 0):
-            return
+    def _iterate_epoch(self, created_in: Sequence[LoopStep], claimed: IterationState | None) -> Iterator[Any]:
         rng.broadcast_rng_types(list(self._options.rng_types), self._backend)
         check_model_parallel_ranks(self._backend)
-
-    def _iterate_epoch(
-        self, created_in: Sequence[LoopStep], claimed: IterationState | None, begun: _BegunIteration | None
-    ) -> Iterator[Any]:
         continued = self._progress.begin(claimed)
-        running, batches = self._request_first_batch(begun, continued)
-        record = self._progress.add(running, created_in, continued)
+        state, num_replayed = self._begin_epoch(continued)
+        # The loops that a continued one was inside of are not those that are running now. Another one is inside of those that the
+        # script has not continued yet.
+        depth = state.depth if continued else self._loops.find_depth()
+        running = EpochProgress(state.epoch, state.num_batches)
+        record = self._progress.add(running, created_in, depth, continued=continued is not None)
         self._loops.open(record)
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
         record_batch = self._loops.record_batch if self._loops.has_padding else None
         beat = heartbeat()
-        counts = LoaderEpoch(running.epoch, running.num_batches, self._epoch_length) if beat else None
+        counts = LoaderEpoch(running.epoch, state.num_batches, self._epoch_length) if beat else None
         finished = False
         if beat is not None:
             beat.request_batch()
         try:
-            for batch in batches:
+            for batch in self._iterate_batches(running, state.source, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
                 if record_batch:
@@ -242,7 +209,7 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
     def _iterate_batches(
         self, progress: EpochProgress, start: SourceState, num_replayed: int
     ) -> Iterator[Any]:
-        """Return an iterator over the batches of an epoch, copied asynchronously if the script allows non-blocking copies."""
+        """Yield the batches of an epoch, copied asynchronously if the script allows non-blocking copies."""
 
         def iterate(progress: EpochProgress) -> Iterator[Any]:
             batches = self._source.iterate(progress, start)
@@ -382,9 +349,7 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
         state = self._progress.capture(
-            lambda ends: self._source.next_epoch(ends=ends),
-            self._capture_iteration,
-            self._warn_of_unknown_nesting,
+            self._source.next_epoch, self._capture_iteration, self._warn_of_unknown_nesting
         )
         return replace(state, data=self._describe_data())
 
@@ -417,7 +382,7 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
 
     def _capture_iteration(self, running: EpochProgress, depth: int) -> IterationState:
         ended = running.step_info is not None and running.step_info.is_last
-        source = running.state() or self._source.next_epoch()
+        source = running.state() or self._source.state_type()
         return IterationState(running.epoch, source, running.num_batches, ended, depth)
 
     def load_state_dict(

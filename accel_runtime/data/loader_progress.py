@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_runtime.data.active_loops import ActiveLoops, EarlierLoops, LoopRecord, LoopStep
 from accel_runtime.data.loop_statements import capture_stack, list_callers
@@ -35,8 +35,6 @@ class LoaderProgress:
         """Iterations that have not ended and that the script has not left, in the order in which they began."""
         self._claimed: list[tuple[weakref.ref[Iterator[Any]], IterationState]] = []
         """Iterators that continue a loaded iteration and that no batch was requested from yet, with its state."""
-        self._begun: list[_BegunIteration] = []
-        """Iterations that have begun, and that no batch was requested from yet."""
         self._loaded: tuple[IterationState, ...] = ()
         """Loaded iterations that no iterator continues yet."""
         self._left: _LeftIteration | None = None
@@ -50,7 +48,6 @@ class LoaderProgress:
         """Return the number of the running epoch or, between two, of the next."""
         self._drop_ended()
         epochs = [each.loop.epoch for each in self._running if each.loop is not None]
-        epochs += [each.progress.epoch for each in self._begun]
         epochs += [each.epoch for each in self._loaded]
         return epochs[-1] if epochs else self._next_epoch_number
 
@@ -68,7 +65,7 @@ class LoaderProgress:
         """Continue from a state."""
         self._next_epoch_number, self._next_epoch = state.epoch, state.next_epoch
         self._loaded = state.running
-        self._running, self._claimed, self._begun, self._left = [], [], [], None
+        self._running, self._claimed, self._left = [], [], None
         self._loops.forget_continued()
 
     def list_waiting(self) -> list[int]:
@@ -89,12 +86,6 @@ class LoaderProgress:
         """Record the iterator that continues an iteration once a batch is requested from it."""
         self._claimed.append((weakref.ref(iterator), claimed))
 
-    def register_begun(
-        self, iterator: Iterator[Any], progress: EpochProgress, created_in: Sequence[LoopStep]
-    ) -> None:
-        """Record the iterator of an epoch that has begun."""
-        self._begun.append(_BegunIteration(weakref.ref(iterator), progress, created_in))
-
     def begin(self, claimed: IterationState | None) -> IterationState | None:
         """Record that an iteration begins; return the state that it continues, or None if it begins an epoch."""
         if claimed is not None and any(state is claimed for _, state in self._claimed):
@@ -114,23 +105,12 @@ class LoaderProgress:
         return number, state
 
     def add(
-        self, loop: EpochProgress, created_in: Sequence[LoopStep], continued: IterationState | None
+        self, loop: EpochProgress, created_in: Sequence[LoopStep], depth: int, *, continued: bool
     ) -> LoopRecord:
-        """Record an iteration whose first batch is requested, called by its generator.
-
-        Args:
-            loop: Its progress.
-            created_in: Loops that were running when its iterator was created, innermost last.
-            continued: The state that it continues from; None for one that begins an epoch.
-        """
-        # The loops that a continued one was inside of are not those that are running now. Another one is inside of those that the
-        # script has not continued yet.
-        depth = continued.depth if continued else self._loops.find_depth()
+        """Record an iteration that begins, called by its generator; the arguments are those of `LoopRecord`."""
         # Of the script, that requests the first batch from the generator of the loader.
         callers = list_callers(sys._getframe(2))  # noqa: SLF001 - as `inspect.currentframe`, which returns no caller
-        self._begun = [each for each in self._begun if each.progress is not loop]
-        is_continued = continued is not None
-        record = LoopRecord(loop, created_in, depth, callers, self._earlier, continued=is_continued)
+        record = LoopRecord(loop, created_in, depth, callers, self._earlier, continued=continued)
         self._running.append(record)
         return record
 
@@ -152,28 +132,22 @@ class LoaderProgress:
 
     def capture(
         self,
-        next_epoch: Callable[[bool], SourceState],
+        next_epoch: Callable[[], SourceState],
         capture_iteration: Callable[[EpochProgress, int], IterationState],
         report_unknown: Callable[[str], None],
     ) -> LoaderState:
         """Return the state of the loader.
 
         Args:
-            next_epoch: Returns the state in which the next epoch begins, unless it was loaded; called with True if the script
-                requests the end of a running iteration first.
+            next_epoch: Returns the state in which the next epoch begins, unless it was loaded.
             capture_iteration: Returns the state of a running iteration of this depth.
             report_unknown: Called if it is unknown if an iterator goes on, with the time.
         """
         self._drop_ended()
         stack = capture_stack()
-        running, ends = [], False
-        begun = [
-            LoopRecord(each.progress, each.created_in, self._loops.find_depth(), earlier=self._earlier)
-            for each in self._begun
-        ]
-        for record in (*self._running, *begun):
+        running = []
+        for record in self._running:
             nesting = record.find_nesting(stack)
-            ends = ends or record.requests_end(self._loops.open_records, stack)
             if nesting.unknown:
                 report_unknown(nesting.unknown)
             if record.loop is not None and not nesting.has_ended:
@@ -182,32 +156,23 @@ class LoaderProgress:
         if self._left is not None and self._left.is_exception_handled():
             running.append(self._left.state)
         running += self._loaded
-        state = next_epoch(ends) if self._next_epoch is None else self._next_epoch
+        state = next_epoch() if self._next_epoch is None else self._next_epoch
         if running:
             # The global generators will have advanced until then, and they differ between ranks.
             state = state.adapt_random(restored=True)
         return LoaderState(self._next_epoch_number, state, tuple(running))
 
     def _drop_ended(self) -> None:
-        """Drop iterations whose iterator is dropped, and loaded ones that the script does not continue.
+        """Drop loaded iterations that the script does not continue.
 
         An iteration that was inside of another one has ended once the outer one continues.
         """
-        self._begun = [each for each in self._begun if each.iterator() is not None]
         self._claimed = [
             (iterator, state)
             for iterator, state in self._claimed
             if iterator() is not None and not self._loops.is_left(state.depth)
         ]
         self._loaded = tuple(each for each in self._loaded if not self._loops.is_left(each.depth))
-
-
-class _BegunIteration(NamedTuple):
-    """An iteration that no batch was requested from yet."""
-
-    iterator: weakref.ref[Iterator[Any]]
-    progress: EpochProgress
-    created_in: Sequence[LoopStep]
 
 
 class _LeftIteration:

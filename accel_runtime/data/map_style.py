@@ -11,9 +11,9 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -82,7 +82,11 @@ class MapStyleSource(Source[MapStyleState]):
     ) -> None:
         self._backend = Single(Topology(), backend.runtime, is_counted=False) if all_ranks else backend
         self._order = order = EpochOrder(loader, sharding, self._backend, seed, all_ranks=all_ranks)
-        self._generator: torch.Generator | None = loader.generator
+        self._generator = loader.generator
+        source = sampler_of_loader(loader)
+        parts = (loader, source, getattr(source, "sampler", None))
+        generators = [getattr(part, "generator", None) for part in parts]
+        self._generators = tuple({id(g): g for g in generators if g is not None}.values())
         attribute = sampler_attribute(loader)
         self.inner: DataLoader[Any] = copy_loader(loader, **{attribute: order})
         self._iterated = self.inner
@@ -112,75 +116,91 @@ class MapStyleSource(Source[MapStyleState]):
 
     @override
     def iterate(self, progress: EpochProgress, start: MapStyleState) -> Iterator[Any]:
-        order, saved = self._order, start.random or RandomStates()
-        saved.restore_generators(order.generators)
+        current = RandomStates.capture(self._generators, self._rng_kinds)
+        random = self._find_states(start, current)
+        if random is not current:
+            random.restore_generators(self._generators)
+        order, num_batches, fingerprint = self._order, 0, start.fingerprint
+        is_saved = start.random is not None
+        persist = start.workers_persist if is_saved else self._workers_persist
         seed = order.seed if start.seed is None else start.seed
-        isolated = IsolatedRNG(saved, RandomStates.capture(kinds=saved.kinds))
-        epoch = EpochStart(
-            start.offset,
-            progress.epoch,
-            isolated,
-            seed,
-            start.fingerprint,
-            saved if start.begun else None,
-            start.begun,
-        )
-        seed_drawn = start.seed_drawn or not start.begun
-        num_batches, fingerprint = 0, start.fingerprint
+        begun = MapStyleState(True, start.offset, random, seed, persist)
 
         def state_at(info: StepInfo | None) -> MapStyleState:
-            if epoch.random is None:  # the order is drawn with the first batch
-                random = RandomStates.capture(order.generators, order.rng_kinds).update(isolated.states)
-                return replace(
-                    start, random=random, seed=seed, seed_drawn=start.seed_drawn or epoch.is_opened
-                )
-            begun = MapStyleState(True, start.offset, epoch.random, seed_drawn, seed)
             if info is not None and info.is_last:
                 return replace(begun, offset=len(order.source))
             # With `all_ranks`, every step has one batch per rank.
             state = begun.skip(num_batches // len(order.ranks), order.stride)
             return replace(state, fingerprint=fingerprint)
 
-        def read(iterator: Iterator[Any], generator: torch.Generator | None) -> Iterator[Any]:
-            nonlocal num_batches, fingerprint
-            # Another iterator may have begun since; a subclass of DataLoader may begin with the first batch only.
-            order.begin(epoch)
-            self._iterated.generator = generator
-            for batch in iterator:
-                step_info, fingerprint = epoch.pending.popleft()
-                progress.advance(step_info)
-                num_batches += 1
-                yield batch
-
         progress.read_states_from(state_at)
-        order.begin(epoch)
-        generator = self._choose_generator(start, isolated)
-        self._iterated.generator = generator
-        with isolated():
-            return read(iter(self.inner), generator)
+        epoch_rng = IsolatedRNG(random, random if self._uses_spare_generator else current)
+        epoch_seed = draw_epoch_seed(random, progress.epoch) if self.inner.num_workers else 0
+        order.begin(
+            EpochStart(start.offset, progress.epoch, epoch_rng, is_saved, seed, epoch_seed, start.fingerprint)
+        )
+        iterator = self._start_iteration(start, epoch_rng, drawn=persist)
+        pending: deque[_PendingStep] | None = None
+        for batch in iterator:
+            # Not before the first batch: a subclass may begin its iteration as late as that.
+            pending = order.pending if pending is None else pending
+            step_info, fingerprint = pending.popleft()
+            progress.advance(step_info)
+            num_batches += 1
+            yield batch
+
+    @property
+    def _rng_kinds(self) -> tuple[str, ...]:
+        """Return the global generators that are drawn from."""
+        kinds = self._order.draws_from
+        # Workers' random numbers are derived from torch's state.
+        return ("torch",) if self.inner.num_workers and not kinds else kinds
+
+    def _find_states(self, start: MapStyleState, current: RandomStates) -> RandomStates:
+        """Return the random states at the start of the epoch; `current` itself if all ranks have these."""
+        if start.random is None:
+            # Nothing is drawn, so nothing is exchanged.
+            return broadcast_from_first(current, self._backend) if self._rng_kinds else current
+        # Nothing has been drawn between two epochs, and every rank has saved its own states.
+        return (
+            start.random if start.begun else broadcast_from_first(current.update(start.random), self._backend)
+        )
+
+    @property
+    def _uses_spare_generator(self) -> bool:
+        """Return whether another rank draws the seed for this one, from the generators that they share."""
+        return self._backend.ranks_share_generators and self._backend.topology.rank > 0
 
     @property
     def _workers_persist(self) -> bool:
         return getattr(self.inner, "_iterator", None) is not None
 
-    def _choose_generator(self, start: MapStyleState, isolated: IsolatedRNG) -> torch.Generator | None:
-        """Return the generator that torch draws the seed for workers from: a spare one if the uninterrupted run draws none here."""
-        if start.seed_drawn or self._order.uses_spare_generator:
-            return torch.Generator()
-        if self._workers_persist and start.random is not None:
-            with isolated():
-                torch.empty((), dtype=torch.int64).random_(generator=self._generator)
-        return self._generator
+    def _start_iteration(self, start: MapStyleState, epoch_rng: IsolatedRNG, *, drawn: bool) -> Iterator[Any]:
+        """Return torch's iterator, and draw the seed for workers only if the uninterrupted run draws it here.
+
+        `drawn` is true if it was drawn in an earlier epoch, as workers persist.
+        """
+        generator, random = self._generator, start.random
+        # Inside an epoch the seed has been drawn before, and the generator restored is past that draw.
+        spare = (
+            drawn
+            or self._uses_spare_generator
+            or (start.begun and generator is None and (random is None or random.torch is None))
+        )
+        self._iterated.generator = torch.Generator() if spare else generator
+        with epoch_rng():
+            if self._workers_persist and not spare and random is not None:
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
+            return iter(self.inner)
 
     @override
     def num_steps(self) -> int:
         return len(self._order) // len(self._order.ranks)
 
     @override
-    def next_epoch(self, *, ends: bool = False) -> MapStyleState:
-        with self._order.draw_end() if ends else nullcontext():
-            random = RandomStates.capture(self._order.generators, self._order.rng_kinds)
-        return MapStyleState(random=random, seed_drawn=self._workers_persist, seed=self._order.seed)
+    def next_epoch(self) -> MapStyleState:
+        random = RandomStates.capture(self._generators, self._rng_kinds)
+        return MapStyleState(random=random, seed=self._order.seed, workers_persist=self._workers_persist)
 
 
 _TORCH_SAMPLERS = {RandomSampler, SubsetRandomSampler, WeightedRandomSampler}
@@ -189,39 +209,26 @@ _LOOKAHEAD_STEPS = 64
 """Number of steps that are drawn and compared at once if a sampler has no length."""
 
 
-_PendingStep = tuple[StepInfo, int | None]
-"""A step, and the fingerprint of the samples up to its end if a sampler of the script draws the order."""
-
-
-@dataclass
-class EpochStart:
-    """Start of an iteration over an order."""
+class EpochStart(NamedTuple):
+    """Start of the next iteration over an order."""
 
     offset: int = 0
     """Samples, or batches of the script's batch sampler, that are left out."""
     epoch: int = 0
-    isolated: IsolatedRNG = field(default_factory=lambda: IsolatedRNG(RandomStates()))
-    """Random states of a loaded state; generators without one are drawn from as they are."""
+    rng: IsolatedRNG = IsolatedRNG(RandomStates())
+    """Random states that the order is drawn under."""
+    draws_at_once: bool = False
+    """If true, the whole order is drawn with the first step."""
     seed: int | None = None
     """Seed of shuffled orders, which are then drawn from `seed + epoch`; None draws from the generators."""
+    batch_seed: int = 0
+    """Seed that all batches of the epoch share, if workers draw random numbers."""
     fingerprint: int | None = None
     """Fingerprint of the samples that are left out, to verify that they are those of an earlier run."""
-    random: RandomStates | None = None
-    """Random states that the order is drawn under; None until it is drawn."""
-    is_continued: bool = False
-    """If true, the order was drawn under `random` in an earlier run."""
-    is_exhausted: bool = False
-    """If true, the sampler has ended."""
-    is_opened: bool = False
-    """If true, torch's iterator is created, which draws a seed for workers then."""
-    pending: deque[_PendingStep] = field(default_factory=deque)
-    """Steps of the batches whose indices were yielded and that have not arrived yet."""
 
-    @cached_property
-    def batch_seed(self) -> int:
-        """Return the seed that all batches share, if workers draw random numbers; known once the order is drawn."""
-        assert self.random is not None
-        return draw_epoch_seed(self.random, self.epoch)
+
+_PendingStep = tuple[StepInfo, int | None]
+"""A step, and the fingerprint of the samples up to its end if a sampler of the script draws the order."""
 
 
 class EpochOrder(Sampler[Any]):
@@ -255,14 +262,11 @@ class EpochOrder(Sampler[Any]):
         self.ranks = range(sharding.world_size) if all_ranks else range(sharding.rank, sharding.rank + 1)
         """Ranks whose batches it yields, in rank order in every step."""
         self._start = EpochStart()
+        self.pending: deque[_PendingStep] = deque()
+        """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
         self._backend = backend
-        self._has_workers = loader.num_workers > 0
-        generators = [getattr(part, "generator", None) for part in (loader, source, self.sampler)]
-        self.generators = tuple({id(g): g for g in generators if g is not None}.values())
-        """The loader's own generators."""
         self._single = yields_single_samples(loader)
         self._has_samples = is_batch_sampler or self._single
-        self._is_batched = is_batch_sampler
 
     def begin(self, start: EpochStart) -> None:
         """Set the start of the next iterator."""
@@ -284,30 +288,6 @@ class EpochOrder(Sampler[Any]):
         if type(self.source) is SequentialSampler:
             return ()
         return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
-
-    @contextmanager
-    def draw_end(self) -> Iterator[None]:
-        """Draw what a sampler with a generator draws at the end of the newest iteration, and restore the generator afterwards."""
-        source, generator = self.source, getattr(self.source, "generator", None)
-        if type(source) is not RandomSampler or generator is None or self._start.is_exhausted:
-            yield
-            return
-        before = generator.get_state()
-        if not source.replacement and source.num_samples % len(source.data_source) == 0:
-            torch.randperm(len(source.data_source), generator=generator)
-        yield
-        generator.set_state(before)
-
-    @property
-    def rng_kinds(self) -> tuple[str, ...]:
-        """Return the global generators whose states must be equal on all ranks."""
-        # Workers' random numbers are derived from torch's state.
-        return self.draws_from or (("torch",) if self._has_workers else ())
-
-    @property
-    def uses_spare_generator(self) -> bool:
-        """Return whether another rank draws for this one, from the generators that they share."""
-        return self._backend.ranks_share_generators and self._backend.topology.rank > 0
 
     @property
     def is_independent_after_first_step(self) -> bool:
@@ -340,46 +320,15 @@ class EpochOrder(Sampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[list[Index] | Index]:
-        # Not a generator: torch calls it, and may call that of the script's sampler, when its own iterator is created.
-        start = self._start
-        start.pending, start.is_opened = deque(), True
-        return self._iterate_batches(start, start.pending.append, self._open_source(start))
-
-    def _open_source(self, start: EpochStart) -> Iterator[Any] | None:
-        """Return the iterator of a sampler of the script that torch creates together with its own; None for any other."""
-        if start.is_continued or self._is_batched or self.draws_from != KINDS or self.uses_spare_generator:
-            return None
-        with start.isolated():
-            before = RandomStates.capture(self.generators)
-            items: Iterator[Any] | None = None
-            with suppress(Exception):  # raised with the first batch, by which all ranks have begun
-                items = iter(self.source)
-            if RandomStates.capture(self.generators) != before:
-                start.random = before
-        return items
-
-    def _synchronize(self, start: EpochStart) -> IsolatedRNG:
-        """Return the random states to draw the order under, which are those of the first rank on all."""
-        with start.isolated():
-            current = start.random or RandomStates.capture(self.generators, self.rng_kinds)
-        # If nothing is drawn, nothing is exchanged.
-        start.random = broadcast_from_first(current, self._backend) if self.rng_kinds else current
-        if start.random is current:
-            return start.isolated
-        start.random.restore_generators(self.generators)
-        spare = self.uses_spare_generator
-        return IsolatedRNG(
-            start.random, start.random if spare else RandomStates.capture(kinds=start.random.kinds)
-        )
+        # Not a generator: each iterator has its own queue, which the loader takes at its first batch.
+        self.pending = deque()
+        return self._iterate_batches(self.pending.append, self._start)
 
     def _iterate_batches(
-        self, start: EpochStart, record: Callable[[_PendingStep], None], opened: Iterator[Any] | None
+        self, record: Callable[[_PendingStep], None], start: EpochStart
     ) -> Iterator[list[Index] | Index]:
-        isolated = start.isolated if start.is_continued else self._synchronize(start)
-        if isolated is not start.isolated:
-            opened = None
-        with isolated():
-            steps = self.iterate_steps(start, opened)
+        with start.rng():
+            steps = self.iterate_steps(start)
             first_step = list(islice(steps, 1))  # the order is drawn with it
         last_info: StepInfo | None = None
         slices: list[Any] = []
@@ -400,12 +349,12 @@ class EpochOrder(Sampler[Any]):
             return [part.start for part in slices]
         return [None] if len(info.batch_sizes) == 1 else slices
 
-    def iterate_steps(self, start: EpochStart, opened: Iterator[Any] | None = None) -> Iterator[Step]:
-        """Yield the steps of all ranks from the offset of an iteration on; `opened` iterates over the source already."""
+    def iterate_steps(self, start: EpochStart) -> Iterator[Step]:
+        """Yield the steps of all ranks from the offset of an iteration on."""
         source, kind, offset = self.source, type(self.source), start.offset
         draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
-            order, head = self._split(self._draw(map(list, opened or source), start), start)
+            order, head = self._split(self._draw(map(list, source), draws_at_once=start.draws_at_once), start)
             return self.sharding.group_batches(order, head)
         if start.seed is not None and kind is RandomSampler:
             source = copy.copy(source)
@@ -419,20 +368,18 @@ class EpochOrder(Sampler[Any]):
             samples, first_samples = _draw_permutation(source, offset, self.stride)
         else:
             is_shared = kind in _TORCH_SAMPLERS and draws_alone
-            drawn = iter(source) if is_shared else self._draw(opened or source, start)
+            drawn = iter(source) if is_shared else self._draw(source, draws_at_once=start.draws_at_once)
             samples, first_samples = self._split(drawn, start)
-        # Nothing is read ahead of torch's own samplers, so that those with a generator draw from it when torch's loader does.
-        count = max(len(source) - offset, 0) if kind in _TORCH_SAMPLERS else None
-        return self.sharding.split_samples(_record_end(samples, start), first_samples, count)
+        return self.sharding.split_samples(samples, first_samples)
 
-    def _draw(self, items: Iterable[Any], start: EpochStart) -> Iterator[Any]:
+    def _draw(self, items: Iterable[Any], *, draws_at_once: bool) -> Iterator[Any]:
         """Yield the first rank's items: a sampler of the script may draw from anything.
 
         All ranks draw many at a time, and they are sent only if the ranks differ. If they share the
         random number generators, the first draws for all.
         """
         backend, length = self._backend, len_or_none(self.source)
-        if not start.isolated.kinds and backend.topology.world_size == 1:
+        if not draws_at_once and backend.topology.world_size == 1:
             yield from items
             return
         size = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
@@ -468,11 +415,6 @@ class EpochOrder(Sampler[Any]):
             digest.update(pickle.dumps(items[start : start + 4096]))
         fingerprint = int.from_bytes(digest.digest(), "little", signed=True)
         return len(set(self._backend.all_gather_numbers([fingerprint], "fingerprints of an order"))) == 1
-
-
-def _record_end(samples: Iterable[Index], start: EpochStart) -> Iterator[Index]:
-    yield from samples
-    start.is_exhausted = True
 
 
 def _fingerprint_order(samples: Iterable[Index], fingerprint: int) -> int:

@@ -229,20 +229,10 @@ class _Dispatch(Source[_State]):
 
     @override
     def iterate(self, progress: EpochProgress, start: _State) -> Iterator[Any]:
-        if self._ranks.topology.rank != 0:
-            progress.read_states_from(lambda _: start)
-            return self._receive(progress, start, iter(()))
-        reading = EpochProgress(progress.epoch)
-        progress.read_states_from(lambda _: reading.state())
-        batches = super().iterate(reading, start)  # type: ignore[safe-super, arg-type]
-        return self._receive(progress, start, self._group_by_rank(reading, batches))
-
-    def _receive(
-        self, progress: EpochProgress, start: _State, steps: Iterator[list[_RankBatch]]
-    ) -> Iterator[Any]:
-        """Yield this rank's batches, which the first rank sends from `steps`."""
         data_rank, is_first = self._ranks.data_rank, self._ranks.topology.rank == 0
         state: MapStyleState | StreamState = start
+        progress.read_states_from(lambda _: state)
+        steps = self._group_by_rank(EpochProgress(progress.epoch), start) if is_first else iter(())
         is_last = False
         while not is_last:
             messages, error = self._fetch(steps) if is_first else (None, None)
@@ -259,7 +249,6 @@ class _Dispatch(Source[_State]):
             info = item.step_info
             scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
             progress.advance(info._replace(loss_scale=scale))
-            progress.set_state(state)
             is_last = info.is_last
             yield item.batch
 
@@ -286,8 +275,9 @@ class _Dispatch(Source[_State]):
         followers = range(1, data_rank.model_parallel_size)
         return [(item, states if rank in followers else None) for rank, item in enumerate(items)], error
 
-    def _group_by_rank(self, progress: EpochProgress, batches: Iterator[Any]) -> Iterator[list[_RankBatch]]:
+    def _group_by_rank(self, progress: EpochProgress, start: _State) -> Iterator[list[_RankBatch]]:
         """Yield the batches of all data ranks, step by step."""
+        batches: Iterator[Any] = super().iterate(progress, start)  # type: ignore[safe-super, arg-type]
         is_first_step = True
         for first in batches:
             step = [first, *islice(batches, self._ranks.data_rank.world_size - 1)]

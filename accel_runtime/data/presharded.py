@@ -65,23 +65,19 @@ class PreshardedSource(Source[PreshardedState]):
     @override
     def iterate(self, progress: EpochProgress, start: PreshardedState) -> Iterator[Any]:
         self.check(start)
-        progress.read_states_from(lambda _: start if start.local else self.next_epoch())
-        return self._iterate_steps(progress, start)
-
-    def _iterate_steps(self, progress: EpochProgress, start: PreshardedState) -> Iterator[Any]:
         step, local = start.offset, start.local
         if local is None:
             local = self._local.state_type().skip(step, self._local.stride)
+        at_start = (start.random_at_start or RandomStates.capture()) if self._draws else None
         count_samples = self._choose_count_function()
         # Before the main iteration: both may use the same workers.
         padding = (
-            self._reread_padding_batch(progress.epoch, local, start.random_at_start, count_samples)
+            self._reread_padding_batch(progress.epoch, local, at_start, count_samples)
             if step and local.random is not None
             else None
         )
         with IsolatedRNG(start.random_of_next)() if start.random_of_next is not None else nullcontext():
             reader = _LocalReader(self._local, EpochProgress(progress.epoch), local, draws=self._draws)
-        at_start = start.random_at_start or reader.random_at_start
         data_rank, fingerprints = self._backend.data_rank, ReadFingerprints(self._backend)
         world_size = data_rank.world_size
         progress.read_states_from(
@@ -110,8 +106,8 @@ class PreshardedSource(Source[PreshardedState]):
         return self._local.num_steps()
 
     @override
-    def next_epoch(self, *, ends: bool = False) -> PreshardedState:
-        return PreshardedState(local=self._local.next_epoch(ends=ends))
+    def next_epoch(self) -> PreshardedState:
+        return PreshardedState(local=self._local.next_epoch())
 
     @override
     def check(self, start: PreshardedState) -> None:
@@ -214,8 +210,6 @@ class _LocalReader:
         self._progress = progress
         self._draws = draws
         self._batches = local.iterate(progress, start)
-        self.random_at_start = RandomStates.capture() if draws else None
-        """Random states before the first batch is read, if reading may draw from them."""
         self.state = start
         """State after the last batch taken."""
         self.random: RandomStates | None = None

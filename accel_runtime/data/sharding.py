@@ -84,16 +84,14 @@ class BatchSharding:
         """Return the steps in an epoch of `count` samples or batches, of which `stride` are a full step."""
         return count // stride if self.drop_last else -(-count // stride)
 
-    def split_samples(
-        self, order: Iterable[Index], head: Sequence[Index] | None = None, count: int | None = None
-    ) -> Iterator[Step]:
+    def split_samples(self, order: Iterable[Index], head: Sequence[Index] | None = None) -> Iterator[Step]:
         """Yield the steps over an order of samples; all batches but the last have one size.
 
         `order` holds the (remaining) samples of one epoch. `head` is the first global batch of the epoch, needed if
-        `order` does not begin with it. If `count`, their number, is given, no sample is read ahead.
+        `order` does not begin with it.
         """
         size, full = self.padded_size, self._full_step
-        for samples, is_last in _chunks(order, size, count, drop_last=self.drop_last):
+        for samples, is_last in _chunks(order, size, drop_last=self.drop_last):
             head = samples if head is None else head
             if len(samples) == size and not is_last:
                 yield samples, full
@@ -193,17 +191,10 @@ def loss_scale(num_valid: tuple[int, ...], rank: int) -> float:
     return num_valid[rank] * len(num_valid) / sum(num_valid)
 
 
-def _chunks(
-    items: Iterable[T], size: int, count: int | None = None, *, drop_last: bool
-) -> Iterator[tuple[list[T], bool]]:
-    """Yield lists of `size` items, each with whether it is the last: known from their `count`, or else by reading ahead."""
+def _chunks(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
+    """Yield lists of `size` items, each with whether it is the last."""
     source = iter(items)
     least = size if drop_last else 1
-    if count is not None:
-        while len(chunk := list(islice(source, size))) >= least:
-            count -= len(chunk)
-            yield chunk, count < least
-        return
     ahead = list(islice(source, size))
     while len(ahead) >= least:
         chunk, ahead = ahead, list(islice(source, size))

@@ -49,10 +49,9 @@ class Source(ABC, Generic[_State]):
 
     @abstractmethod
     def iterate(self, progress: EpochProgress, start: _State) -> Iterator[Any]:
-        """Return an iterator over the batches of one epoch after the state `start`, as the script's loader returns them.
+        """Yield the batches of one epoch after the state `start`, as the script's loader returns them.
 
-        The call draws the random numbers that torch draws when `iter(loader)` is called, and calls `progress.read_states_from`.
-        The iterator calls `progress.advance` before each batch.
+        Calls `progress.advance` before each batch, and `progress.read_states_from` before the first.
         """
 
     def override_padding(self, *, pad_last: bool) -> AbstractContextManager[None]:
@@ -70,8 +69,8 @@ class Source(ABC, Generic[_State]):
         """Return the steps of a whole epoch, the same on every rank; raise TypeError if it is unknown."""
 
     @abstractmethod
-    def next_epoch(self, *, ends: bool = False) -> _State:
-        """Return the state in which the next epoch begins; with `ends`, after the end of the newest iteration is requested."""
+    def next_epoch(self) -> _State:
+        """Return the state in which the next epoch begins."""
 
 
 def sampler_attribute(loader: DataLoader[Any]) -> str:

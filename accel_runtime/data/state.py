@@ -34,8 +34,6 @@ class _EpochState:
     """Number of samples before the next batch; of batches, if the script's batch sampler makes them."""
     random: RandomStates | None = None
     """Random states at the start of the epoch; None draws from the generators as they are then."""
-    seed_drawn: bool = False
-    """If true, the seed that torch draws with each new iterator is drawn already: before `random`, or with persistent workers."""
 
     def skip(self, steps: int, stride: int) -> Self:
         """Return the state `steps` steps later, each of `stride` samples."""
@@ -66,6 +64,8 @@ class MapStyleState(_EpochState):
     kind: ClassVar[str] = "map_style"
     seed: Annotated[int, Rule("an integer of 64 bits", lambda seed: -(2**63) <= seed < 2**64)] | None = None
     """Seed of shuffled orders, which are drawn from it and the number of the epoch."""
+    workers_persist: bool = False
+    """If true, the workers are those of an earlier epoch, and no seed is drawn for them."""
     fingerprint: Count | None = None
     """Fingerprint of the samples before `offset`, if a sampler of the script draws the order."""
 
@@ -145,7 +145,7 @@ class StreamState(_EpochState):
 
     @override
     def rewind(self) -> Self:
-        return type(self)(random=self.random, seed_drawn=self.seed_drawn)
+        return type(self)(random=self.random)
 
     @override
     def adapt_random(self, *, restored: bool) -> Self:

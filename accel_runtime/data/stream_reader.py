@@ -92,13 +92,13 @@ class StreamReader:
         self._draws_in_turn = rng.isolated is None
         self._has_drawn = False
 
-    def open(self, random: RandomStates | None = None, opened: Iterator[Any] | None = None) -> None:
-        """Open the dataset, under random states if given, unless its iterator is given; fetch the first sample."""
+    def open(self, random: RandomStates | None = None) -> None:
+        """Open the dataset, under random states if given, and fetch the first sample."""
         with self._context():
             self._initial_random = RandomStates.capture() if self._has_state else None
             if random is not None:
                 random.restore()
-            iterator = iter(self._dataset) if opened is None else opened
+            iterator = iter(self._dataset)
             first = list(islice(iterator, 1))
         self._iterator = chain(first, iterator) if first else iter(())
 

@@ -53,10 +53,6 @@ class EpochProgress:
         """
         self._state_at = state_at
 
-    def set_state(self, state: Any) -> None:
-        """Set the state of the source after the batch that is returned next."""
-        self._state_at = lambda _: state
-
     def advance(self, step_info: StepInfo | None) -> None:
         """Record the step of the batch that is returned next."""
         self.step_info = step_info

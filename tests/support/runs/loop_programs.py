@@ -343,7 +343,7 @@ class Position:
         """Return the frames of running loops, outermost first."""
         return [frame for frame in self.frames if isinstance(frame.statement, Loop)]
 
-    def allows(self, method: Method, order: Order, depth: int | None) -> bool:  # noqa: C901, PLR0911
+    def allows(self, method: Method, order: Order, depth: int | None) -> bool:  # noqa: PLR0911
         """Return whether a script can continue from here in this way, and so that it is determined where.
 
         Args:
@@ -365,8 +365,6 @@ class Position:
             for frame in self.frames[kept[0] + isinstance(self.frames[kept[0]].statement, Manual) :]
         ):
             return False  # the script may drop the endless generator at the end of the loop, or go on with it
-        if method != "resume" and self._has_manual_at_end:
-            return False  # the script may request the end of the epoch, at which a sampler draws, or drop the iterator
         if any(map(self._is_unused, range(len(self.frames)))):
             return (
                 False  # an endless generator that requests no batch leaves the loaded state to the next one
@@ -383,12 +381,6 @@ class Position:
             if method != "resume" and any(ends) and not all(ends) and not (loop.endless and not ends[0]):
                 return False  # the script does not enter this loop again
         return True
-
-    @property
-    def _has_manual_at_end(self) -> bool:
-        return any(
-            isinstance(frame.statement, Manual) and frame.readers[0].is_at_end for frame in self.frames
-        )
 
     def _is_unused(self, at: int) -> bool:
         """Return whether a frame is that of an endless generator from which no batch is requested after the save."""
