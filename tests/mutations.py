@@ -427,7 +427,7 @@ MUTATIONS = (
     ),
     Mutation(
         "position one batch ahead",
-        "accel_runtime.backends.batch_copies:_prefetch",
+        "accel_runtime.backends.batch_copies:prefetch_batches",
         replace_name("source_state", "ahead.state()"),
         (
             "tests/runtime/data/test_prefetch.py::test_prefetching_does_not_change_batches_offsets_or_random_numbers",
