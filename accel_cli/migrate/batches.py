@@ -31,19 +31,18 @@ def find_own_batches(conversion: Conversion) -> None:
         seen.add(region)
         draws = _find_draws(conversion, call)
         conversion.draws.update(draws)
-        if not draws and (is_split or _gets_batches(conversion, region)):
-            continue
-        if not draws:
+        if draws:
+            if draws_same_numbers(conversion):
+                conversion.finding(
+                    draws[0],
+                    "These samples are drawn by the script, and its seed makes them equal on every process. Before the training, write: "
+                    f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
+                )
+        elif not (is_split or _gets_batches(conversion, region)):
             conversion.finding(
                 call,
                 "The samples of this step are not read from a prepared DataLoader, so they are not divided over the processes. "
                 "Pass a DataLoader of another file to accelerator.prepare. Give each process its part of other samples where they are loaded, of the same length on all, such as x.chunk(accelerator.num_processes)[accelerator.process_index].",
-            )
-        elif draws_same_numbers(conversion):
-            conversion.finding(
-                draws[0],
-                "These samples are drawn by the script, and its seed makes them equal on every process. Before the training, write: "
-                f"if accelerator.num_processes > 1: set_seed({_read_seed(conversion)}, device_specific=True), with set_seed of accel_runtime.",
             )
 
 

@@ -55,8 +55,12 @@ _REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
 _COLLECTIVES = tuple(
     f"torch.distributed.{name}"
     for name in (
-        *("all_gather", "all_gather_into_tensor", "all_gather_object"),
-        *("gather", "gather_object", "all_to_all"),
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "gather",
+        "gather_object",
+        "all_to_all",
     )
 )
 _OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}

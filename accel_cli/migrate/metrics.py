@@ -109,7 +109,7 @@ def find_other_uses(conversion: Conversion) -> None:
             loader = script.loader_of(node.for_in.iter)
             if loader is not None and conversion.is_prepared(loader.origins):
                 _leave_whole(conversion, node, loader.origins)
-        elif isinstance(node, cst.Call) and _is_foreign(script, node):
+        elif isinstance(node, cst.Call) and script.is_foreign_call(node):
             roles = [role for arg in node.args if isinstance(role := script.role_of(arg.value), Role)]
             loaders = frozenset(one for role in roles if role.kind == "loader" for one in role.origins)
             kinds = {role.kind for role in roles}
@@ -125,13 +125,6 @@ def find_other_uses(conversion: Conversion) -> None:
                 node,
                 "This computes the statistics of BatchNorm from the samples of one process. Pass a DataLoader that is not prepared, such as another one of the same dataset, and device=accelerator.device.",
             )
-
-
-def _is_foreign(script: Script, call: cst.Call) -> bool:
-    """Return whether a call is that of a function which is neither in the script nor one of Python or torch."""
-    name = script.qualified_name(call.func)
-    known = call in script.callees or call in script.constructed or script.is_progress_bar(call)
-    return bool(name) and not known and not name.startswith(("builtins.", "torch."))
 
 
 # Evaluation

@@ -585,6 +585,29 @@ class Script(Structure):
         return value
 
     @functools.cached_property
+    def named_functions(self) -> dict[cst.CSTNode, cst.FunctionDef]:
+        """The function of each of its names, which may be an argument, as of `torch.func.vmap`."""
+        return {
+            name: function
+            for function, names in self.references.items()
+            if isinstance(function, cst.FunctionDef)
+            for name in names
+        }
+
+    @functools.cached_property
+    def additions(self) -> dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]]:
+        """The statements such as `total += loss` of each variable, with what they add."""
+        found: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
+        for node in self.nodes:
+            if isinstance(node, cst.AugAssign) and (target := self.variable(node.target)) is not None:
+                found.setdefault(target, []).append((node, node.value))
+        return found
+
+    @functools.cached_property
+    def _called(self) -> set[str]:
+        return {to_code(call.func) for call in self.calls}
+
+    @functools.cached_property
     def _assigned_attributes(self) -> set[str]:
         return {to_code(one.target) for one in self.nodes if isinstance(one, cst.AssignTarget)}
 
@@ -634,8 +657,7 @@ class Script(Structure):
 
     def _is_object_of_its_own(self, node: cst.BaseExpression) -> bool:
         """Return whether an attribute is assigned and called, and its object is not, as `agent.model` of a namespace."""
-        called = {to_code(call.func) for call in self.calls}
-        code = to_code(node)
+        called, code = self._called, to_code(node)
         owner, _, name = code.rpartition(".")
         # A function may call it under another name of the object.
         is_called = any(one.endswith(f".{name}") and one != f"self.{name}" for one in called)

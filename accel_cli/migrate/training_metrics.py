@@ -38,21 +38,25 @@ _PER_SAMPLE = {
 def convert_training_metrics(conversion: Conversion) -> None:
     """Gather the samples from which training loops count metrics; report the loops that are not understood."""
     script = conversion.script
+    losses = list_losses(conversion) | find_terms(conversion)
     for loop in (node for node in script.nodes if isinstance(node, cst.For)):
         if script.batch_target(loop) is None or script.loader_of(loop.iter) is None:
             continue
         inside = set(descendants(loop.body))
         backwards = [call for call in conversion.backwards if call in inside]
         if backwards and script.function_of(loop) not in conversion.collective:
-            _convert_loop(conversion, loop, backwards)
+            _convert_loop(conversion, loop, backwards, losses)
 
 
-def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Call]) -> None:
+def _convert_loop(
+    conversion: Conversion, loop: cst.For, backwards: list[cst.Call], losses: set[Variable]
+) -> None:
     script = conversion.script
     samples = find_samples(conversion, loop)
     used = _find_used(conversion, loop)
     counting = [node for node in descendants(loop.body) if _counts(conversion, node, samples, used)]
-    if not any(_is_metric(conversion, node, samples) for node in counting):
+    added = [node for node in counting if _is_metric(script, node, samples, losses)]
+    if not added:
         return
     block = _find_block(conversion, backwards[-1])
     statements = list(block.body)
@@ -73,7 +77,7 @@ def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Cal
         or any(samples[variable] in {"unknown", "size"} for variable in names)
     ):
         conversion.finding(
-            next(node for node in counting if _is_metric(conversion, node, samples)),
+            added[0],
             'This is counted from the samples of one process. Reduce it before it is reported: accelerator.reduce(torch.tensor(x, device=accelerator.device), "sum") for a sum x, or gather_object(x) of accel_runtime for a list x.',
         )
         return
@@ -89,10 +93,10 @@ def _convert_loop(conversion: Conversion, loop: cst.For, backwards: list[cst.Cal
     )
 
 
-def _is_metric(conversion: Conversion, node: cst.CSTNode, samples: dict[Variable, str]) -> bool:
+def _is_metric(
+    script: Script, node: cst.CSTNode, samples: dict[Variable, str], losses: set[Variable]
+) -> bool:
     """Return whether a node that counts adds something else than a loss, and than numbers of samples."""
-    script = conversion.script
-    losses = list_losses(conversion) | find_terms(conversion)
     names = [one for one in descendants(node) if isinstance(one, cst.Name)]
     if any(script.variable(one) in losses and find_report(script, one) for one in names):
         return False
@@ -120,11 +124,7 @@ def find_samples(conversion: Conversion, loop: cst.For) -> dict[Variable, str]:
     """Return the variables of a loop with a value for each sample: batches, outputs, their sizes, and unknown values."""
     script = conversion.script
     samples: dict[Variable, str] = {}
-    losses = {
-        script.variable(loss)
-        for loss in conversion.losses.values()
-        if isinstance(loss, (cst.Name, cst.Attribute))
-    }
+    losses = list_losses(conversion)
     target = script.batch_target(loop)
     for one in descendants(target) if target is not None else ():
         if isinstance(one, cst.Name) and (variable := script.variable(one)):
@@ -200,8 +200,7 @@ def _counts(conversion: Conversion, node: Any, samples: dict[Variable, str], use
         and (isinstance(node.targets[0].target, cst.Name) or isinstance(node.value, cst.BinaryOperation))
     ):
         roots = {conversion.script.variable(one) for one in descendants(node.targets[0].target)}
-        losses = {conversion.script.variable(loss) for loss in conversion.losses.values()}
-        if roots & ((losses | used) - {None}) or any(
+        if roots & (list_losses(conversion) | used) or any(
             samples.get(one) in {"batch", "output"} for one in roots if one
         ):
             return False

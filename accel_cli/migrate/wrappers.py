@@ -148,17 +148,6 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
     found: set[cst.Call] = set()
     pending: list[cst.CSTNode] = [loss]
     seen: set[Any] = set()
-    # A function may be an argument, as of torch.func.vmap.
-    functions = {
-        name: function
-        for function, names in script.references.items()
-        if isinstance(function, cst.FunctionDef)
-        for name in names
-    }
-    added: dict[Variable, list[tuple[cst.CSTNode, cst.BaseExpression]]] = {}
-    for node in script.nodes:
-        if isinstance(node, cst.AugAssign) and (target := script.variable(node.target)) is not None:
-            added.setdefault(target, []).append((node, node.value))
     while pending:
         one = pending.pop()
         if isinstance(one, cst.SubscriptElement) or get_method(one) in {"detach", "item"}:
@@ -167,7 +156,7 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
             found.add(one)
         if script.is_model_call(one):
             continue  # what goes into the model may be no tensor
-        callee = script.callees.get(one) if isinstance(one, cst.Call) else functions.get(one)
+        callee = script.callees.get(one) if isinstance(one, cst.Call) else script.named_functions.get(one)
         if callee is not None and callee not in seen:
             seen.add(callee)
             pending += script.returned_values(callee)
@@ -176,7 +165,7 @@ def _list_parts(script: Script, loss: cst.BaseExpression) -> set[cst.Call]:
         if variable is not None and variable not in seen:
             seen.add(variable)
             function = script.function_of(one)
-            entries = [*script.assigned.get(variable, []), *added.get(variable, [])]
+            entries = [*script.assigned.get(variable, []), *script.additions.get(variable, [])]
             pending += [value for node, value in entries if script.function_of(node) is function]
     return found
 
