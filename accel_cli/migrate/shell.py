@@ -172,6 +172,8 @@ def _list_problems(options: list[_Option], has_variables: bool) -> list[str]:
                 foreign = find_foreign_option(one.flag.lstrip("-"))
                 advice = foreign.advice if foreign else "accel launch has no such option"
                 problems.append(f"{one.words[0]}. {advice}.")
+                if foreign is None:
+                    break  # it may have a value or none, so that the words after it may be the script's
     # Files are not read here.
     if not (problems or has_variables or any("file" in one.flag for one in options)):
         try:

@@ -109,3 +109,10 @@ def test_continued_lines_stay_continued():
 )
 def test_text_that_is_no_command_stays(line):
     assert migrate_shell(f"{line}\n") == (f"{line}\n", ())
+
+
+def test_words_after_an_unknown_option_are_not_reported_since_they_may_be_those_of_the_script():
+    text = "torchrun --nproc_per_node=4 --bogus train.py --lr 1\n"
+    changed, findings = migrate_shell(text)
+    assert changed == text
+    assert ["--bogus" in one.text for one in findings] == [True]
