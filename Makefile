@@ -13,14 +13,14 @@ READY := $(VENV)/.ready
 # torch_xla 2.9.0, the newest, needs torch 2.9.0, and so a separate environment.
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
-XLA_TESTS := tests/xla tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py
+XLA_TESTS := tests/extensions/xla/device tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py
 # Ray brings many packages, which only its tests need.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # DeepSpeed changes torch.distributed when it is imported, and compiles its operators.
 DEEPSPEED := .venv-deepspeed
 DEEPSPEED_READY := $(DEEPSPEED)/.ready
-DEEPSPEED_TESTS := tests/zero tests/runtime/parallel/test_strategy_contract.py
+DEEPSPEED_TESTS := tests/extensions/deepspeed/zero tests/runtime/parallel/test_strategy_contract.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
@@ -59,7 +59,7 @@ test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test 
 	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
-	$(RAY)/bin/python $(PYTEST) -m "not full" tests/ray_jobs
+	$(RAY)/bin/python $(PYTEST) -m "not full" tests/extensions/ray/cluster
 
 test-deepspeed: $(DEEPSPEED_READY)  ## Set up DeepSpeed in a separate environment, and test ZeRO on the CPU
 	$(DEEPSPEED)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(DEEPSPEED_TESTS)
@@ -70,7 +70,7 @@ test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses 
 test-full: $(READY) $(XLA_READY) $(RAY_READY) $(DEEPSPEED_READY)  ## Run all tests in random order, then the mutations
 	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -p randomly --hypothesis-profile search
 	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal $(XLA_TESTS)
-	$(RAY)/bin/python $(PYTEST) tests/ray_jobs
+	$(RAY)/bin/python $(PYTEST) tests/extensions/ray/cluster
 	$(DEEPSPEED)/bin/python $(PYTEST) -n 2 --dist worksteal $(DEEPSPEED_TESTS)
 	$(BIN)/python tests/mutations.py
 

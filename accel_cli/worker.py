@@ -87,7 +87,7 @@ _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 """The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
-_REPLICAS = str(Path(__file__).with_name("runner") / "xla_replicas.py")
+_REPLICAS = str(Path(__file__).parent / "extensions" / "xla" / "replicas.py")
 _HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "environment" / "torch_hooks.py")
 """The functions between the script and torch's own."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)

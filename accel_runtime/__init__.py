@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from accel_runtime.data.loader import skip_first_batches as skip_first_batches
     from accel_runtime.environment.settings import Settings as Settings
     from accel_runtime.environment.topology import Topology as Topology
+    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_runtime.foundation.options import AutocastKwargs as AutocastKwargs
     from accel_runtime.foundation.options import DataLoaderConfiguration as DataLoaderConfiguration
     from accel_runtime.foundation.options import DDPCommunicationHookType as DDPCommunicationHookType
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from accel_runtime.notebook import notebook_launcher as notebook_launcher
     from accel_runtime.parallel.big_modeling import init_empty_weights as init_empty_weights
     from accel_runtime.parallel.big_modeling import init_on_device as init_on_device
-    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from accel_runtime.parallel.plugins import (
         FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     )
@@ -108,7 +108,7 @@ _EXPORTS = {
     "monitoring.tracking": ("GeneralTracker", "LoggerType"),
     "notebook": ("debug_launcher", "notebook_launcher"),
     "parallel.big_modeling": ("init_empty_weights", "init_on_device"),
-    "parallel.deepspeed.plugin": ("DeepSpeedPlugin",),
+    "extensions.deepspeed.plugin": ("DeepSpeedPlugin",),
     "parallel.plugins": (
         "FullyShardedDataParallelPlugin",
         "ParallelismConfig",

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.accelerator.accelerator import Accelerator
 from accel_runtime.environment.settings import __version__, is_placed_by_device
-from accel_runtime.node_check.check import CheckResult, check_nodes
-from accel_runtime.node_check.table import format_check
+from accel_runtime.extensions.node_check.check import CheckResult, check_nodes
+from accel_runtime.extensions.node_check.table import format_check
 
 __all__ = ["main"]
 

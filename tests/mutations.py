@@ -93,24 +93,26 @@ MUTATIONS = (
     ),
     Mutation(
         "first step that a conversion changes",
-        "accel_cli.migrate.verification:find_first_difference",
+        "accel_cli.extensions.migrate.verification:find_first_difference",
         skip_loop("enumerate"),
-        ("tests/cli/migrate/test_verification.py::test_steps_are_equal_only_with_equal_losses_and_weights",),
+        (
+            "tests/extensions/migrate/test_verification.py::test_steps_are_equal_only_with_equal_losses_and_weights",
+        ),
     ),
     Mutation(
         "samples that both processes of a conversion consume",
-        "accel_cli.migrate.verification:SampleComparison.is_repeated",
+        "accel_cli.extensions.migrate.verification:SampleComparison.is_repeated",
         return_value("False"),
         (
-            "tests/cli/migrate/test_verification.py::test_two_processes_that_consume_the_same_samples_are_not_equal_although_all_numbers_are",
+            "tests/extensions/migrate/test_verification.py::test_two_processes_that_consume_the_same_samples_are_not_equal_although_all_numbers_are",
         ),
     ),
     Mutation(
         "user's files that a verified script writes",
-        "accel_cli.migrate.probe:Probe._protect",
+        "accel_cli.extensions.migrate.probe:Probe._protect",
         skip_call("_replace_links"),
         (
-            "tests/cli/migrate/test_verification.py::test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user",
+            "tests/extensions/migrate/test_verification.py::test_a_script_writes_to_copies_of_linked_files_and_not_into_the_folder_of_the_user",
         ),
     ),
     Mutation(
@@ -123,45 +125,45 @@ MUTATIONS = (
     ),
     Mutation(
         "pods without root",
-        "accel_cli.launchers.kubernetes.section:KubernetesSection.is_restricted",
+        "accel_cli.extensions.kubernetes.section:KubernetesSection.is_restricted",
         force_condition("pod_security", False),
         (
-            "tests/cli/launchers/kubernetes/test_manifests.py::test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more",
+            "tests/extensions/kubernetes/test_manifests.py::test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more",
         ),
     ),
     Mutation(
         "secrets of a job by their names",
         "accel_cli.launchers.job_launcher:find_exposed_secret",
         force_condition("is_secret", False),
-        ("tests/cli/launchers/skypilot/test_skypilot.py::test_what_cannot_be_a_task_is_refused",),
+        ("tests/extensions/skypilot/test_skypilot.py::test_what_cannot_be_a_task_is_refused",),
     ),
     Mutation(
         "resume of a run after a lost node",
-        "accel_cli.launchers.ray.plan:RayRun.build_command",
+        "accel_cli.extensions.ray.plan:RayRun.build_command",
         force_condition("resume", False),
         (
-            "tests/cli/launchers/ray/test_plan.py::test_a_retry_resumes_and_nodes_of_one_machine_may_use_loopback",
+            "tests/extensions/ray/test_plan.py::test_a_retry_resumes_and_nodes_of_one_machine_may_use_loopback",
         ),
     ),
     Mutation(
         "end of a launch on a host whose launcher is gone",
-        "accel_cli.launchers.ssh.supervisor:HostSupervisor.serve",
+        "accel_cli.extensions.ssh.supervisor:HostSupervisor.serve",
         skip_call("_end_launch"),
-        ("tests/cli/launchers/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
+        ("tests/extensions/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
     ),
     Mutation(
         "host of the first failure",
         "accel_cli.launchers.node_launch:get_failure_order",
         replace_name("is_cause", "not it"),
         (
-            "tests/cli/launchers/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",
+            "tests/extensions/ssh/test_run.py::test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code",
         ),
     ),
     Mutation(
         "launcher of an option",
         "accel_cli.launchers:find_selected",
         force_condition("selects_launcher", False),
-        ("tests/cli/launchers/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
+        ("tests/extensions/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
     ),
     Mutation(
         "different models in one accumulation cycle",
@@ -403,10 +405,10 @@ MUTATIONS = (
     ),
     Mutation(
         "XLA step",
-        "accel_runtime.backends.xla.host:build_step_hook.after_step",
+        "accel_runtime.extensions.xla.host:build_step_hook.after_step",
         drop_element("last_count"),
         (
-            "tests/runtime/backends/test_step_hook.py::test_operations_are_executed_once_a_step_by_the_loader_or_the_optimizer",
+            "tests/extensions/xla/test_step_hook.py::test_operations_are_executed_once_a_step_by_the_loader_or_the_optimizer",
         ),
     ),
     Mutation(
@@ -435,20 +437,20 @@ MUTATIONS = (
     ),
     Mutation(
         "XLA sync",
-        "accel_runtime.backends.xla.runtime:execute_graph",
+        "accel_runtime.extensions.xla.runtime:execute_graph",
         skip_call("sync"),
         (
-            "tests/xla/test_training.py",
-            "tests/xla/test_watching.py",
+            "tests/extensions/xla/device/test_training.py",
+            "tests/extensions/xla/device/test_watching.py",
         ),
         environment=".venv-xla",
     ),
     Mutation(
         "SageMaker argument",
-        "accel_cli.launchers.sagemaker.request:build_job_spec",
+        "accel_cli.extensions.sagemaker.request:build_job_spec",
         replace_name("args", "it[1:]"),
         (
-            "tests/cli/launchers/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",
+            "tests/extensions/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",
         ),
     ),
     Mutation(
@@ -581,33 +583,37 @@ MUTATIONS = (
     ),
     Mutation(
         "classes in the metadata of a folder of torch",
-        "accel_runtime.storage.foreign.dcp_folder:_MetadataUnpickler.find_class",
+        "accel_runtime.extensions.foreign_checkpoints.dcp_folder:_MetadataUnpickler.find_class",
         return_value("super().find_class(module, name)"),
-        ("tests/runtime/checkpoint/test_dcp.py::test_a_malicious_metadata_is_refused_and_runs_nothing",),
+        (
+            "tests/extensions/foreign_checkpoints/test_dcp.py::test_a_malicious_metadata_is_refused_and_runs_nothing",
+        ),
     ),
     Mutation(
         "groups of a flattened optimizer",
         "accel_runtime.checkpoint.fitted_manifest:_regroup",
         return_value("list(saved)"),
-        ("tests/runtime/checkpoint/test_dcp.py::test_flattened_options_fit_any_groups_with_equal_options",),
+        (
+            "tests/extensions/foreign_checkpoints/test_dcp.py::test_flattened_options_fit_any_groups_with_equal_options",
+        ),
     ),
     Mutation(
         "accumulation cycle that an imported checkpoint does not have",
         "accel_runtime.checkpoint.training_state:AccumulationItem.reset",
         skip_call("apply"),
         (
-            "tests/runtime/checkpoint/test_dcp.py::test_gradients_of_an_unfinished_cycle_are_dropped_when_an_imported_checkpoint_is_loaded",
+            "tests/extensions/foreign_checkpoints/test_dcp.py::test_gradients_of_an_unfinished_cycle_are_dropped_when_an_imported_checkpoint_is_loaded",
         ),
     ),
     Mutation(
         "checksums of an export for torch",
-        "accel_runtime.checkpoint.dcp_export:_read_pieces",
+        "accel_runtime.extensions.foreign_checkpoints.dcp_export:_read_pieces",
         skip_loop("blocks"),
-        ("tests/runtime/checkpoint/test_dcp.py::test_a_damaged_checkpoint_is_not_exported",),
+        ("tests/extensions/foreign_checkpoints/test_dcp.py::test_a_damaged_checkpoint_is_not_exported",),
     ),
     Mutation(
         "commit in an object store whose answer was lost",
-        "accel_runtime.storage.objects.parts:ObjectDraft.commit",
+        "accel_runtime.extensions.object_stores.parts:ObjectDraft.commit",
         replace_call("find_save", "None"),
         (
             "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
@@ -623,10 +629,10 @@ MUTATIONS = (
     ),
     Mutation(
         "part that a node does not have",
-        "accel_runtime.checkpoint.node_disks:NodeDisks.find_candidates",
+        "accel_runtime.extensions.node_disks.node_disks:NodeDisks.find_candidates",
         replace_call("all", "True"),
         (
-            "tests/runtime/checkpoint/test_node_disks.py::test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before",
+            "tests/extensions/node_disks/test_node_disks.py::test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before",
         ),
     ),
     Mutation(
@@ -691,15 +697,17 @@ MUTATIONS = (
     ),
     Mutation(
         "pairs of nodes",
-        "accel_runtime.environment.node_verdict:find_broken_pairs",
+        "accel_runtime.extensions.node_check.verdict:find_broken_pairs",
         return_value("{}"),
-        ("tests/runtime/test_node_check.py::test_a_node_that_reaches_no_other_is_the_only_bad_one",),
+        (
+            "tests/extensions/node_check/test_node_check.py::test_a_node_that_reaches_no_other_is_the_only_bad_one",
+        ),
     ),
     Mutation(
         "nodes that remain",
-        "accel_cli.runner.preflight:decide",
+        "accel_cli.extensions.node_check.preflight:decide",
         return_value("Verdict({}, False)"),
-        ("tests/cli/runner/test_preflight.py::test_a_bad_node_is_left_out_if_enough_remain",),
+        ("tests/extensions/node_check/test_preflight.py::test_a_bad_node_is_left_out_if_enough_remain",),
     ),
     Mutation(
         "secrets in output",

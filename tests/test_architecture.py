@@ -31,21 +31,21 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/runner/processes.py",
     "accel_cli/runner/rendezvous.py",
     "accel_cli/worker.py",
-    "accel_cli/runner/xla_replicas.py",
-    "accel_cli/launchers/slurm/jobs.py",
+    "accel_cli/extensions/xla/replicas.py",
+    "accel_cli/extensions/slurm/jobs.py",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
-    "accel_cli/launchers/sagemaker/entry.py",
+    "accel_cli/extensions/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
-    "accel_cli/launchers/ssh/supervisor.py",
+    "accel_cli/extensions/ssh/supervisor.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
-    "accel_runtime/storage/objects/obstore_client.py",
-    "accel_runtime/storage/objects/client_process.py",
+    "accel_runtime/extensions/object_stores/obstore_client.py",
+    "accel_runtime/extensions/object_stores/client_process.py",
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
-    "accel_cli/launchers/ray/jobs.py",
-    "accel_cli/launchers/ray/node.py",
-    "accel_cli/launchers/skypilot/jobs.py",
+    "accel_cli/extensions/ray/jobs.py",
+    "accel_cli/extensions/ray/node.py",
+    "accel_cli/extensions/skypilot/jobs.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
-    "accel_cli/launchers/kubernetes/cluster.py",
+    "accel_cli/extensions/kubernetes/cluster.py",
     # Git gets the environment without its own variables, which name other repositories.
     "accel_cli/launchers/git.py",
     # The terminal's own variables say whether colours are wanted.
@@ -55,13 +55,13 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/environment/topology.py",
     # A logger exists before any Accelerator. ClearML's and MLflow's own variables take precedence over arguments.
     "accel_runtime/monitoring/logging.py",
-    "accel_runtime/monitoring/tracking/clearml.py",
-    "accel_runtime/monitoring/tracking/mlflow.py",
+    "accel_runtime/extensions/trackers/clearml.py",
+    "accel_runtime/extensions/trackers/mlflow.py",
     # torch_xla is configured through variables of its own, and some of them change numbers.
-    "accel_runtime/backends/xla/",
+    "accel_runtime/extensions/xla/",
     # The self-check passes the variables of its rank on to the node check, a process of its own.
     "accel_runtime/selfcheck.py",
-    "accel_runtime/node_check/__main__.py",
+    "accel_runtime/extensions/node_check/__main__.py",
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
     "accel_runtime/collectives/transport.py",
     # They change the environment, as the functions of Accelerate do whose names they have.
@@ -69,7 +69,7 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/compat/launch.py",
     "accel_runtime/backends/__init__.py",
     # deepspeed reads its variables when it is imported.
-    "accel_runtime/parallel/deepspeed/",
+    "accel_runtime/extensions/deepspeed/",
     # It reports on the first rank only.
     "accel_runtime/environment/accelerate/import_hook.py",
     # The address at which a process group is created, and the record of its process for those that it starts.
@@ -82,16 +82,16 @@ READ_THE_ENVIRONMENT = (
 )
 
 ANNEXES = {
-    "sagemaker": ("accel_cli.launchers.sagemaker",),
-    "slurm": ("accel_cli.launchers.slurm",),
-    "kubernetes": ("accel_cli.launchers.kubernetes",),
-    "ray": ("accel_cli.launchers.ray",),
-    "skypilot": ("accel_cli.launchers.skypilot",),
-    "ssh": ("accel_cli.launchers.ssh",),
-    "xla": ("accel_cli.launchers.xla", "accel_cli.commands.tpu_pod"),
+    "sagemaker": ("accel_cli.extensions.sagemaker",),
+    "slurm": ("accel_cli.extensions.slurm",),
+    "kubernetes": ("accel_cli.extensions.kubernetes",),
+    "ray": ("accel_cli.extensions.ray",),
+    "skypilot": ("accel_cli.extensions.skypilot",),
+    "ssh": ("accel_cli.extensions.ssh",),
+    "xla": ("accel_cli.extensions.xla.launcher", "accel_cli.extensions.xla.tpu_pod"),
     "import": ("accel_cli.accelerate",),
-    "estimate": ("accel_cli.commands.estimate", "accel_runtime.estimate"),
-    "migrate": ("accel_cli.commands.migrate", "accel_cli.migrate"),
+    "estimate": ("accel_cli.extensions.estimate.command", "accel_runtime.extensions.estimate"),
+    "migrate": ("accel_cli.extensions.migrate.command", "accel_cli.extensions.migrate"),
 }
 """Parts of the command line that are loaded only when they are selected, with their modules."""
 TABLES = {"accel_cli/launchers/__init__.py", "accel_cli/main.py"}
@@ -101,7 +101,7 @@ ANNEX_IMPORTS = {
     # `accel launch` takes a config file, and options of Accelerate.
     ("accel_cli/commands/launch.py", "import"),
     # Commands of shell scripts keep the options of torchrun and Accelerate that `accel launch` takes.
-    ("accel_cli/migrate/shell.py", "import"),
+    ("accel_cli/extensions/migrate/shell.py", "import"),
     # Converting a SageMaker configuration takes the instance types that have SageMaker's own collectives.
     ("accel_cli/accelerate/config.py", "sagemaker"),
 }
@@ -372,11 +372,11 @@ def test_only_the_console_writes_to_the_terminal_of_a_command():
     """It shows control characters as escapes. The others relay the output of ranks and jobs, or run without a command."""
     relays = {
         "accel_cli/console.py",
-        "accel_cli/launchers/ray/driver.py",
+        "accel_cli/extensions/ray/driver.py",
         "accel_cli/runner/bootstrap.py",
         "accel_cli/runner/forkserver.py",
-        "accel_cli/launchers/sagemaker/entry.py",
-        "accel_cli/launchers/ssh/supervisor.py",
+        "accel_cli/extensions/sagemaker/entry.py",
+        "accel_cli/extensions/ssh/supervisor.py",
         "accel_cli/worker.py",
     }
     writers = set()

@@ -43,9 +43,9 @@ from torch.distributed.run import get_args_parser
 
 import accel_runtime.utils
 from accel_cli.errors import AccelError
+from accel_cli.extensions.migrate.conversion import migrate_script
+from accel_cli.extensions.migrate.shell import migrate_shell
 from accel_cli.main import accel
-from accel_cli.migrate.conversion import migrate_script
-from accel_cli.migrate.shell import migrate_shell
 from accel_cli.profile.schema import known_keys
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.settings import Settings

@@ -14,9 +14,17 @@ PACKAGES = [
     for root in ("accel_cli", "accel_runtime")
     for package in (
         root,
-        *sorted(f"{root}/{path.parent.name}" for path in (ROOT / root).glob("*/__init__.py")),
+        *sorted(
+            path.parent.relative_to(ROOT).as_posix()
+            for path in [
+                *(ROOT / root).glob("*/__init__.py"),
+                *(ROOT / root / "extensions").glob("*/__init__.py"),
+            ]
+            if path.parent.name != "extensions"
+        ),
     )
 ]
+"""The packages of both halves, and their extensions."""
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -28,15 +28,15 @@ from accel_cli.accelerate.rules import (
     find_rule,
 )
 from accel_cli.errors import Problem, ProfileError, UsageError
+from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.profile import layers
-from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import Layer, nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
-from accel_runtime.environment.deepspeed import KEYS as DEEPSPEED_KEYS
-from accel_runtime.environment.deepspeed import SECTIONS as DEEPSPEED_SECTIONS
 from accel_runtime.environment.settings import find_nearest
+from accel_runtime.extensions.deepspeed.settings import KEYS as DEEPSPEED_KEYS
+from accel_runtime.extensions.deepspeed.settings import SECTIONS as DEEPSPEED_SECTIONS
 
 __all__ = [
     "Imported",

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from accel_cli.console import mask_secrets
-from accel_cli.launchers.sagemaker.images import SMDDP_TYPES
+from accel_cli.extensions.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
 from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Values
 from accel_runtime.environment.accelerate.sharding import Strategy
-from accel_runtime.environment.deepspeed import ZERO_3
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
+from accel_runtime.extensions.deepspeed.settings import ZERO_3
 
 __all__ = [
     "SHARDING_TYPES",

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_cli.accelerate import deepspeed_rules
 from accel_cli.accelerate.config import (
     AccelerateConfig,
     InvalidValueError,
@@ -31,6 +30,7 @@ from accel_cli.accelerate.config import (
 )
 from accel_cli.accelerate.rule import EMPTY, OFF, Answer, Rule, drop, dropped, same, sets, take
 from accel_cli.console import is_secret
+from accel_cli.extensions.deepspeed import accelerate_rules as deepspeed_rules
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
 from accel_runtime.environment.accelerate import launch, megatron, sagemaker, sharding

@@ -188,7 +188,8 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     No GPU is needed, memory use does not grow with the model, and every byte is verified. Checkpoints of DeepSpeed are exported
     too, with float32 weights, but they have no checksums to verify.
     """
-    from accel_cli.commands import checkpoint_formats, checkpoints
+    from accel_cli.commands import checkpoints
+    from accel_cli.extensions.foreign_checkpoints import commands as checkpoint_formats
     from accel_runtime.storage.file_system import parse_size
     from accel_runtime.storage.tensor_file import MergeRequest
 
@@ -297,8 +298,8 @@ def import_(
 
     Weights and optimizers are imported, of any number of processes; no code in the folder is run.
     """
-    from accel_cli.commands.checkpoint_formats import import_dcp
-    from accel_runtime.storage.foreign.dcp_manifest import DcpSelection
+    from accel_cli.extensions.foreign_checkpoints.commands import import_dcp
+    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
 
     with console.read_progress() as progress:
         result = import_dcp(folder, output, DcpSelection(models, optimizers), progress)

@@ -16,13 +16,13 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.profile.layers import read_layers
 from accel_cli.profile.store import Store as ProfileStore
 from accel_runtime.environment.locations import is_url, normalize_location
+from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
+from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
+from accel_runtime.extensions.object_stores.client import ObjectError
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.checkpoint_copy import convert_checkpoint, copy_checkpoint
 from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError, describe_error
-from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.storage.foreign.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.manifest import Checkpoint, Manifest
-from accel_runtime.storage.objects.client import ObjectError
 from accel_runtime.storage.scan import (
     CheckpointEntry,
     find_complete_checkpoint,

@@ -181,7 +181,7 @@ def validate(location: Location, file: Path | None) -> None:
     """Check a profile and report every mistake at once."""
     if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
-    from accel_cli.profile.deepspeed_file import apply_deepspeed_file
+    from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 
     target = file or location.find_file()
     apply_deepspeed_file(_check(target, _require_file(target, None if file else location)))
@@ -427,9 +427,9 @@ def _require_file(target: Path, location: Location | None = None) -> Path:
 
 def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]:
     """Return the effective profile, and its values with their sources by dotted key."""
+    from accel_cli.extensions.deepspeed.values import apply_deepspeed_file, list_effective_values
     from accel_cli.planning.options import Request
     from accel_cli.profile import planner
-    from accel_cli.profile.deepspeed_file import apply_deepspeed_file, list_effective_values
 
     machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={} if profile is None else {"profile": profile})

@@ -329,8 +329,8 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     """
     from dataclasses import asdict
 
+    from accel_cli.extensions.deepspeed.values import list_deepspeed_values, list_effective_values
     from accel_cli.planning.plan import join_for_bash
-    from accel_cli.profile.deepspeed_file import list_deepspeed_values, list_effective_values
     from accel_runtime.environment.settings import Settings
 
     values = list_effective_values(resolved) if resolved else {}

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import UsageError
+from accel_cli.extensions.deepspeed.operators import compile_operators
 from accel_cli.launchers.base import (
     GpuIds,
     KeepDays,
@@ -27,7 +28,6 @@ from accel_cli.launchers.base import (
     resolve_device,
 )
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
-from accel_cli.runner.operators import compile_operators
 from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:

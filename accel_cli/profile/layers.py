@@ -22,13 +22,13 @@ from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import drop_repeated_lists, explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
-from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.environment.settings import (
     Settings,
     SettingsError,
     find_deepspeed_conflict,
     variable_name,
 )
+from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
 
 __all__ = [
     "CONFIG_FILE",

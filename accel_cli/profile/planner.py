@@ -17,6 +17,7 @@ from typing import Any
 
 from accel_cli import console, launchers
 from accel_cli.errors import UsageError
+from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
@@ -26,7 +27,6 @@ from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
-from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_cli.profile.store import Store
 from accel_runtime.environment.accelerate import encode_variables
@@ -36,7 +36,6 @@ from accel_runtime.environment.accelerate.export import (
     select_file_variables,
 )
 from accel_runtime.environment.cgroup import count_cpus
-from accel_runtime.environment.deepspeed import DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
@@ -46,6 +45,7 @@ from accel_runtime.environment.settings import (
     find_deepspeed_conflict,
     find_nearest,
 )
+from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig, read_deepspeed_config
 
 __all__ = [
     "build_plan",

@@ -11,7 +11,6 @@ from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question, Section
-from accel_runtime.environment.deepspeed import ZERO_3, OffloadDevice, read_deepspeed_file
 from accel_runtime.environment.settings import (
     Compile,
     CompileMode,
@@ -21,6 +20,7 @@ from accel_runtime.environment.settings import (
     Parallel,
     SettingsError,
 )
+from accel_runtime.extensions.deepspeed.settings import ZERO_3, OffloadDevice, read_deepspeed_file
 
 __all__ = ["CompileSection", "DeepSpeedSection", "FullyShardSection", "ParallelSection"]
 

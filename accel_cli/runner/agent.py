@@ -34,6 +34,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, RunEndedError, StalledError
+from accel_cli.extensions.node_check.preflight import Preflight
 from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
@@ -43,7 +44,6 @@ from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.hang_exchange import HangExchange, HangRecord
 from accel_cli.runner.output import RankOutputs
-from accel_cli.runner.preflight import Preflight
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
 from accel_cli.runner.stalls import RankObserver, Stall, StallWatch

@@ -30,6 +30,7 @@ _BUSY_BYTES_PER_S = 64 << 10
 _BARRIER = "a barrier waits for a rank that works alone"
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "a checkpoint or a model is saved or loaded": (
+        "/accel_runtime/accelerator/checkpointing.py",
         "/accel_runtime/checkpoint/",
         "/accel_runtime/export/",
         "/accel_runtime/storage/",

@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 import accel_cli
 from accel_cli.errors import AccelError, RunEndedError, UsageError
+from accel_cli.extensions.deepspeed.operators import compile_operators
+from accel_cli.extensions.node_check.preflight import refuse_bad_node
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
 from accel_cli.runner.agent import ElasticAgent
 from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
 from accel_cli.runner.context import RunContext
-from accel_cli.runner.operators import compile_operators
 from accel_cli.runner.output import LogWarning
-from accel_cli.runner.preflight import refuse_bad_node
 from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record, note_temporary_home
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous

@@ -395,7 +395,11 @@ _IDLE_S, _POLL_S = 0.2, 0.05
 _RUNNER = Path(__file__).parent
 _REPLICAS, *_ENTRY_POINTS = (
     f'File "{path}"'
-    for path in (_RUNNER / "xla_replicas.py", _RUNNER / "forkserver_main.py", worker.__file__)
+    for path in (
+        _RUNNER.parent / "extensions" / "xla" / "replicas.py",
+        _RUNNER / "forkserver_main.py",
+        worker.__file__,
+    )
 )
 _HANDLER = f'File "{worker.__file__}"'
 """The innermost frame of a forked child that writes its stack."""

@@ -23,12 +23,12 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import edit, layers, planner, schema, store
-from accel_cli.profile.deepspeed_file import apply_deepspeed_file
 from accel_cli.profile.layers import Layer
 from accel_cli.wizard import steps
 from accel_cli.wizard.steps import Step

@@ -71,7 +71,7 @@ from accel_runtime.training.scheduler import PreparedScheduler
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin
+    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedPlugin
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator", "DetachedAccelerator"]

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.run import Run
-from accel_runtime.checkpoint.accelerate_format import restore_accelerate_checkpoint
 from accel_runtime.checkpoint.manager import (
     BackgroundWriter,
     Checkpoints,
@@ -25,7 +24,6 @@ from accel_runtime.checkpoint.manager import (
     RunOrigin,
     StagingBuffers,
 )
-from accel_runtime.checkpoint.node_disks import Candidate, NodeDisks, NodeSave, locate_project
 from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
 from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
@@ -33,6 +31,8 @@ from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.text import print_note
+from accel_runtime.extensions.foreign_checkpoints.accelerate_format import restore_accelerate_checkpoint
+from accel_runtime.extensions.node_disks.node_disks import Candidate, NodeDisks, NodeSave, locate_project
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.any_store import open_store

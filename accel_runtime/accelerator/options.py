@@ -14,12 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
-from accel_runtime.environment.deepspeed import (
-    DeepSpeed,
-    ZeroStage,
-    state_accumulation,
-    state_precision,
-)
 from accel_runtime.environment.settings import (
     Compile,
     FullyShard,
@@ -31,6 +25,12 @@ from accel_runtime.environment.settings import (
     variable_name,
 )
 from accel_runtime.environment.throughput import build_token_counter
+from accel_runtime.extensions.deepspeed.settings import (
+    DeepSpeed,
+    ZeroStage,
+    state_accumulation,
+    state_precision,
+)
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     Configuration,
@@ -53,7 +53,7 @@ from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 if TYPE_CHECKING:
     from accel_runtime.environment.accelerate import Equivalent, Translation
     from accel_runtime.environment.settings import CompileMode
-    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
+    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
     from accel_runtime.parallel.strategy import Strategy
 
@@ -216,7 +216,7 @@ class RunOptions:
         steps = steps if steps != 1 else self._initial.gradient_accumulation_steps
         if steps != 1:
             stated |= state_accumulation(steps, "gradient_accumulation_steps")
-        from accel_runtime.parallel.deepspeed.plugin import DeepSpeedOptions  # noqa: PLC0415 - imported where it is chosen
+        from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions  # noqa: PLC0415 - imported where it is chosen
 
         self.deepspeed = DeepSpeedOptions.build(arguments.deepspeed_plugin, self._initial.deepspeed, stated)
         config = self.deepspeed.config

@@ -29,7 +29,7 @@ from accel_runtime.training.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator.run import Run
-    from accel_runtime.parallel.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
+    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
 
 __all__ = [
     "AcceleratorState",

@@ -69,7 +69,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
                 "parallel: and fully_shard: are not supported on XLA devices: they shard models over torch.distributed. Remove them, "
                 "or set launcher.spmd: true to shard a model over the XLA devices of a machine."
             )
-        from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
+        from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
 
         return xla.connect(settings, topology, options or {})
     check_process_group(topology)
@@ -207,7 +207,7 @@ def current_topology() -> Topology:
     settings, topology = Settings.from_env(os.environ), Topology.from_env(os.environ)
     if settings.device != "xla" or settings.spmd:
         return topology
-    from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
+    from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415
 
     return xla.read_topology(topology)
 
@@ -228,7 +228,7 @@ def seed_device(seed: int) -> None:
     if backend is None:
         settings = Settings.from_env(os.environ)
         if settings.device == "xla":
-            from accel_runtime.backends.xla import backend as xla  # noqa: PLC0415
+            from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415
 
             xla.seed_device(settings, seed)
     elif backend.device.type != "cpu":

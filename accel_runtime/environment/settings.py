@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from accel_runtime.environment.accelerate import Translation, decode_variables, translate
-from accel_runtime.environment.deepspeed import DeepSpeed, ZeroStage
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -22,6 +21,7 @@ from accel_runtime.environment.layouts import (
     check_layout,
     read_switch,
 )
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed, ZeroStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

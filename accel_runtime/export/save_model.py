@@ -21,13 +21,13 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.topology import Topology
+from accel_runtime.extensions.object_stores.client import ObjectError
+from accel_runtime.extensions.object_stores.client_process import share_client
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.foundation.tensor_bytes import memory_key
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
 from accel_runtime.storage.errors import CheckpointError, describe_error, errors_on_all_ranks
 from accel_runtime.storage.file_system import FileSystem, list_leftovers, open_atomically
-from accel_runtime.storage.objects.client import ObjectError
-from accel_runtime.storage.objects.client_process import share_client
 from accel_runtime.storage.tensor_file import (
     NUMBER_FORMATS,
     TensorPart,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
-    from accel_runtime.environment.deepspeed import DeepSpeedConfig
     from accel_runtime.environment.settings import Settings
+    from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
     from accel_runtime.parallel.strategy import Strategy
 
 __all__ = ["choose_strategy"]
@@ -21,11 +21,11 @@ def choose_strategy(
     `deepspeed_config` is the configuration of DeepSpeed, if it is used; by default that of the settings.
     """
     if settings.device == "xla":
-        from accel_runtime.parallel import xla  # noqa: PLC0415 - needs torch_xla
+        from accel_runtime.extensions.xla import strategies as xla  # noqa: PLC0415 - needs torch_xla
 
         return xla.choose_strategy(backend)
     if settings.deepspeed.is_used:
-        from accel_runtime.parallel import deepspeed  # noqa: PLC0415 - needs deepspeed
+        from accel_runtime.extensions import deepspeed  # noqa: PLC0415 - needs deepspeed
 
         return deepspeed.choose_strategy(backend, settings, deepspeed_config)
     if not settings.parallel.plain:

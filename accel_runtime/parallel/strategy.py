@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.deepspeed import DeepSpeedConfig
 from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh

@@ -29,8 +29,8 @@ def open_store(
     """
 
     def build() -> Store:
-        from accel_runtime.storage.objects.client_process import share_client  # noqa: PLC0415 - most runs have no URL
-        from accel_runtime.storage.objects.store import ObjectStore  # noqa: PLC0415
+        from accel_runtime.extensions.object_stores.client_process import share_client  # noqa: PLC0415 - most runs have no URL
+        from accel_runtime.extensions.object_stores.store import ObjectStore  # noqa: PLC0415
 
         before_first_url()
         return ObjectStore(share_client(retry_s), run)

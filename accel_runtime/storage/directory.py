@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from accel_runtime.extensions.foreign_checkpoints.dcp_folder import explain_dcp_folder, is_dcp_folder
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_system import FileSystem, add_path_to_error
-from accel_runtime.storage.foreign.dcp_folder import explain_dcp_folder, is_dcp_folder
 from accel_runtime.storage.manifest import (
     NAME,
     SIBLING,

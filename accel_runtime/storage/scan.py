@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_runtime.environment.locations import is_url, normalize_location
+from accel_runtime.extensions.foreign_checkpoints.dcp_folder import explain_dcp_folder, is_dcp_folder
+from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, convert_store_errors
 from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.foreign.dcp_folder import explain_dcp_folder, is_dcp_folder
-from accel_runtime.storage.foreign.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, checkpoint_name, parse_number
 from accel_runtime.storage.store import Store, join_key, parallel_map, split_key
 

@@ -14,11 +14,11 @@ import xxhash
 from typing_extensions import override
 
 from accel_runtime.environment.locations import is_url, normalize_location
+from accel_runtime.extensions.object_stores.client import ObjectClient, RangeRequest, absent_error
+from accel_runtime.extensions.object_stores.client_process import share_client
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import hash_file
-from accel_runtime.storage.objects.client import ObjectClient, RangeRequest, absent_error
-from accel_runtime.storage.objects.client_process import share_client
 from accel_runtime.storage.schema import MAX_BYTES, read_regular_file
 from accel_runtime.storage.store import split_key
 

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from accel_runtime.compat.other import MegatronLMDummyScheduler as MegatronLMDummyScheduler
     from accel_runtime.compat.other import load as load
     from accel_runtime.compat.other import save as save
+    from accel_runtime.extensions.deepspeed.plugin import DummyOptim as DummyOptim
+    from accel_runtime.extensions.deepspeed.plugin import DummyScheduler as DummyScheduler
+    from accel_runtime.extensions.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
     from accel_runtime.foundation.options import KwargsHandler as KwargsHandler
-    from accel_runtime.parallel.deepspeed.plugin import DummyOptim as DummyOptim
-    from accel_runtime.parallel.deepspeed.plugin import DummyScheduler as DummyScheduler
-    from accel_runtime.parallel.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
     from accel_runtime.training.compile import compile_regions as compile_regions
     from accel_runtime.training.compile import has_compiled_regions as has_compiled_regions
     from accel_runtime.training.compile import is_compiled_module as is_compiled_module
@@ -63,7 +63,7 @@ _MODULES = {
         "load",
         "save",
     ),
-    "accel_runtime.parallel.deepspeed.plugin": ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"),
+    "accel_runtime.extensions.deepspeed.plugin": ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"),
     "accel_runtime.accelerator.operations": (
         "concatenate",
         "convert_outputs_to_fp32",

@@ -3,6 +3,7 @@
 from typing import Any
 
 from accel_runtime.compat.accelerate_package import import_from_accelerate
+from accel_runtime.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -18,7 +19,6 @@ from accel_runtime.foundation.options import (
 )
 from accel_runtime.monitoring.profiling import ProfileKwargs
 from accel_runtime.monitoring.tracking import LoggerType
-from accel_runtime.parallel.deepspeed.plugin import DeepSpeedPlugin
 from accel_runtime.parallel.plugins import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,

@@ -1,5 +1,5 @@
 """Placeholders and configuration of DeepSpeed under the name of Accelerate's `utils.deepspeed`."""
 
-from accel_runtime.parallel.deepspeed.plugin import DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accel_runtime.extensions.deepspeed.plugin import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 __all__ = ["DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]

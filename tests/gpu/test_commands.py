@@ -83,7 +83,7 @@ def test_accel_env_and_accel_test_run(cuda, commands):
 def test_the_node_check_measures_the_gpu(device):
     """Its rate, the comparison of a product, and the errors that the driver has counted, if nvidia-ml-py is installed."""
     code = (
-        "import json, os; from accel_runtime.node_check.check import check_nodes\n"
+        "import json, os; from accel_runtime.extensions.node_check.check import check_nodes\n"
         "result = check_nodes(os.environ)\n"
         "print(json.dumps([result.facts.to_dict(), [f.to_dict() for f in result.findings]]))"
     )
@@ -220,7 +220,7 @@ def test_an_estimate_matches_the_measured_memory(device, tmp_path, model):
         "target": f"{tmp_path}/models.py:{model}", "devices": 1, "memory": None, "headroom": 10, "batch_size": None,
         "seq_length": None, "optimizer": "adamw", "mixed_precision": "no", "dtype": None, "wrap": "auto", "activations": True,
     }  # fmt: skip
-    estimate = json.loads(python("-m", "accel_runtime.estimate", json.dumps(request)))["result"]
+    estimate = json.loads(python("-m", "accel_runtime.extensions.estimate", json.dumps(request)))["result"]
     estimated = next(
         layout["bytes"]
         for layout in estimate["layouts"]

@@ -29,17 +29,17 @@ FIRST_PAGES = (
     "docs/migrate.md",
 )
 NEEDS_A_PACKAGE = {
-    "accel_runtime.backends.xla.": "torch_xla",
-    "accel_runtime.parallel.xla.": "torch_xla",
-    "accel_cli.runner.xla_replicas": "torch_xla",
+    "accel_runtime.extensions.xla.": "torch_xla",
+    "accel_runtime.extensions.xla.strategies.": "torch_xla",
+    "accel_cli.extensions.xla.replicas": "torch_xla",
     "accel_runtime.transformers ": "transformers",
     "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.prometheus": "prometheus_client",
-    **{f"accel_cli.runs.report.{module}": "plotly" for module in ("figures", "page", "ranks")},
-    "accel_cli.launchers.ray.": "ray",
-    "accel_cli.launchers.sagemaker.": "boto3",
+    **{f"accel_cli.extensions.report.{module}": "plotly" for module in ("figures", "page", "ranks")},
+    "accel_cli.extensions.ray.": "ray",
+    "accel_cli.extensions.sagemaker.": "boto3",
     **{
-        f"accel_runtime.parallel.deepspeed.{module} ": "deepspeed"
+        f"accel_runtime.extensions.deepspeed.{module} ": "deepspeed"
         for module in (
             "checks",
             "configured",

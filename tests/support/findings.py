@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import accel_cli.migrate
-from accel_cli.migrate.conversion import migrate_script
-from accel_cli.migrate.shell import migrate_shell
+import accel_cli.extensions.migrate
+from accel_cli.extensions.migrate.conversion import migrate_script
+from accel_cli.extensions.migrate.shell import migrate_shell
 
-_FOLDER = Path(accel_cli.migrate.__file__).parent
+_FOLDER = Path(accel_cli.extensions.migrate.__file__).parent
 _NO_SENTENCE = re.compile(r"""\(\?|\$|\\n|^["'][\w ]+["']$""")
 """Regular expressions, templates of code, and lists of names."""
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_runtime.storage.objects.client import (
+from accel_runtime.extensions.object_stores.client import (
     ConditionError,
     Level,
     ObjectClient,

@@ -48,7 +48,7 @@ INTERPRETER = Interpreter(
     "support.ranks",
     # In the environment of their own; elsewhere a folder of tests has the name, but no origin.
     *(
-        ["accel_runtime.parallel.deepspeed.strategy"]
+        ["accel_runtime.extensions.deepspeed.strategy"]
         if getattr(importlib.util.find_spec("deepspeed"), "origin", None)
         else []
     ),

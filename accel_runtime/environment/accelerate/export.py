@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.variables import translate_supported
-from accel_runtime.environment.deepspeed import AUTO, ZERO_3, DeepSpeedConfig, read_deepspeed_config
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
+from accel_runtime.extensions.deepspeed.settings import AUTO, ZERO_3, DeepSpeedConfig, read_deepspeed_config
 
 __all__ = ["Export", "UserVariables", "build_export", "read_user_variables", "select_file_variables"]
 

@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl, urlencode
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
-from accel_runtime.environment.deepspeed import AUTO, ZERO_3, DeepSpeed, read_deepspeed_config
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
+from accel_runtime.extensions.deepspeed.settings import AUTO, ZERO_3, DeepSpeed, read_deepspeed_config
 
 __all__ = [
     "Equivalent",

@@ -66,23 +66,25 @@ class TrackerEntry:
     def load(self) -> type[GeneralTracker]:
         """Import the package and return the class."""
         loaded: type[GeneralTracker] = getattr(
-            importlib.import_module(f"accel_runtime.monitoring.tracking.{self.module}"), self.class_name
+            importlib.import_module(f"accel_runtime.{self.module}"), self.class_name
         )
         return loaded
 
 
 TRACKERS: Mapping[str, TrackerEntry] = MappingProxyType(
     {
-        "aim": TrackerEntry("aim", "AimTracker", "aim", directory=True),
-        "clearml": TrackerEntry("clearml", "ClearMLTracker", "clearml"),
-        "comet_ml": TrackerEntry("comet_ml", "CometMLTracker", "comet_ml"),
-        "dvclive": TrackerEntry("dvclive", "DVCLiveTracker", "dvclive"),
-        "jsonl": TrackerEntry("jsonl", "JSONLTracker", directory=True),
-        "mlflow": TrackerEntry("mlflow", "MLflowTracker", "mlflow"),
-        "swanlab": TrackerEntry("swanlab", "SwanLabTracker", "swanlab"),
-        "tensorboard": TrackerEntry("tensorboard", "TensorBoardTracker", "tensorboard", directory=True),
-        "trackio": TrackerEntry("trackio", "TrackioTracker", "trackio"),
-        "wandb": TrackerEntry("wandb", "WandBTracker", "wandb"),
+        "aim": TrackerEntry("extensions.trackers.aim", "AimTracker", "aim", directory=True),
+        "clearml": TrackerEntry("extensions.trackers.clearml", "ClearMLTracker", "clearml"),
+        "comet_ml": TrackerEntry("extensions.trackers.comet_ml", "CometMLTracker", "comet_ml"),
+        "dvclive": TrackerEntry("extensions.trackers.dvclive", "DVCLiveTracker", "dvclive"),
+        "jsonl": TrackerEntry("monitoring.tracking.jsonl", "JSONLTracker", directory=True),
+        "mlflow": TrackerEntry("extensions.trackers.mlflow", "MLflowTracker", "mlflow"),
+        "swanlab": TrackerEntry("extensions.trackers.swanlab", "SwanLabTracker", "swanlab"),
+        "tensorboard": TrackerEntry(
+            "monitoring.tracking.tensorboard", "TensorBoardTracker", "tensorboard", directory=True
+        ),
+        "trackio": TrackerEntry("extensions.trackers.trackio", "TrackioTracker", "trackio"),
+        "wandb": TrackerEntry("monitoring.tracking.wandb", "WandBTracker", "wandb"),
     }
 )
 """The trackers of accel by their names in `log_with`."""
@@ -427,7 +429,7 @@ def _build_placeholder(tracker: str, entry: TrackerEntry) -> type[GeneralTracker
 
     attributes = {
         "__init__": init,
-        "__module__": f"{__name__}.{entry.module}",
+        "__module__": f"accel_runtime.{entry.module}",
         "name": tracker,
         "requires_logging_directory": entry.directory,
     }

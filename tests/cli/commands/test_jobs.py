@@ -10,10 +10,10 @@ from support.commands import call_accel
 from support.launchers.slurm_answers import line
 
 from accel_cli.errors import UsageError
+from accel_cli.extensions.slurm import jobs as slurm_jobs
+from accel_cli.extensions.slurm.jobs import SlurmJobs, parse_job_line
 from accel_cli.launchers import jobs as following
 from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
-from accel_cli.launchers.slurm import jobs as slurm_jobs
-from accel_cli.launchers.slurm.jobs import SlurmJobs, parse_job_line
 
 
 def test_a_line_of_scontrol_is_parsed_to_a_job():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from accel_cli.errors import UsageError
+from accel_cli.extensions.migrate.files import find_files
 from accel_cli.launchers import git
 from accel_cli.launchers.source_files import select_files
-from accel_cli.migrate.files import find_files
 
 # Every key of `git help --config` whose value is a command, a program or a folder of programs.
 KEYS = (

@@ -27,11 +27,11 @@ from support.launchers.slurm_answers import line
 from support.waits import wait_until
 
 from accel_cli.errors import UsageError
+from accel_cli.extensions.kubernetes import manifests
+from accel_cli.extensions.ray.jobs import RayCluster
+from accel_cli.extensions.skypilot.task import LABEL
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.jobs import Job, Jobs, get_user
-from accel_cli.launchers.kubernetes import manifests
-from accel_cli.launchers.ray.jobs import RayCluster
-from accel_cli.launchers.skypilot.task import LABEL
 
 WAIT_S = 15  # before it is scaled
 UNKNOWN = "12345678"

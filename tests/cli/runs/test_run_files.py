@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run_accel
 
-from accel_cli.runs.report.data import read_run
+from accel_cli.extensions.report.data import read_run
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import LineReader, read_bytes, read_json, read_last_objects, read_pid, read_text
 from accel_cli.runs.snapshot import read_snapshot
@@ -100,7 +100,7 @@ def test_the_lines_of_a_file_are_read_up_to_a_size_that_a_report_names(tmp_path,
 
 
 def test_a_report_keeps_the_newest_of_very_many_events(run, monkeypatch):
-    monkeypatch.setattr("accel_cli.runs.report.data._MAX_EVENTS", 3)
+    monkeypatch.setattr("accel_cli.extensions.report.data._MAX_EVENTS", 3)
     file = run.get_rank(0, 0).checkpoints
     file.write_text(
         "".join(json.dumps({"time": index, "path": f"step_{index}"}) + "\n" for index in range(9))

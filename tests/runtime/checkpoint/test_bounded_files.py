@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_runtime.checkpoint.accelerate_format import read_accelerate_checkpoint
 from accel_runtime.export.load_model import find_weights, read_headers
 from accel_runtime.export.objects import read_pickle
+from accel_runtime.extensions.foreign_checkpoints.accelerate_format import read_accelerate_checkpoint
 from accel_runtime.storage.directory import read_manifest
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import NAME

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from accel_runtime.checkpoint import load, remote_read
 from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
+from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage import manifest, tensor_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, Chunk
-from accel_runtime.storage.objects.store import ObjectStore
 from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 

@@ -1,5 +1,10 @@
-"""Fixtures of the tests of checkpoints, whose files these tests read and write."""
+"""Ranks cannot import the test modules here, which are pickled by value."""
 
-from tests.runtime.checkpoint.conftest import _by_value, memory, module_memory, some
+from __future__ import annotations
 
-__all__ = ["_by_value", "memory", "module_memory", "some"]
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _by_value(by_value):
+    """Pickle the definitions of every test module here by value."""

@@ -24,15 +24,15 @@ from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.checkpoint import save as save_module
+from accel_runtime.extensions.object_stores import parts as objects_parts
+from accel_runtime.extensions.object_stores import store as objects_store
+from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage import file_store
 from accel_runtime.storage import store as store_module
 from accel_runtime.storage.any_store import AnyStore
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
-from accel_runtime.storage.objects import parts as objects_parts
-from accel_runtime.storage.objects import store as objects_store
-from accel_runtime.storage.objects.store import ObjectStore
 from accel_runtime.storage.store import KeyExistsError, Store, list_numbered, next_number
 from accel_runtime.storage.verification import verify_files
 

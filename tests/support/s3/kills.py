@@ -22,9 +22,9 @@ from support.s3.fault_proxy import Hook, Reset
 from support.s3.server import client_variables
 from support.waits import limit, wait_until
 
+from accel_runtime.extensions.object_stores import store as object_store
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.manifest import NAME
-from accel_runtime.storage.objects import store as object_store
 from accel_runtime.storage.store import list_numbered
 from accel_runtime.storage.verification import verify_files
 
@@ -34,7 +34,7 @@ LEFTOVER_AGE_S = 0.2
 MAX_REQUESTS = 70
 """Requests until a kill, of all ranks: a start with two saves or more."""
 INTERPRETER.preload(
-    "support.runs.file_system", "accel_runtime.storage.objects.client_process", "support.s3.kills"
+    "support.runs.file_system", "accel_runtime.extensions.object_stores.client_process", "support.s3.kills"
 )
 
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_runtime import DataLoaderConfiguration
+from accel_runtime.extensions.object_stores.client_process import ProcessClient
+from accel_runtime.extensions.object_stores.store import LEFTOVER_AGE_S, ObjectStore
 from accel_runtime.storage.any_store import AnyStore
 from accel_runtime.storage.file_store import FileStore
-from accel_runtime.storage.objects.client_process import ProcessClient
-from accel_runtime.storage.objects.store import LEFTOVER_AGE_S, ObjectStore
 
 RETRY_S = 60
 """Seconds of retries in tests of faults that pass."""

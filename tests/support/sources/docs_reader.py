@@ -104,7 +104,7 @@ ELSEWHERE = {
             "accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
             "accel checkpoint prune s3://bucket/runs/7 --keep 2",
         ),
-        Elsewhere("needs an object store", "tests/integration/test_object_store_launch.py"),
+        Elsewhere("needs an object store", "tests/extensions/object_stores/test_launch.py"),
     ),
     "accel config": Elsewhere(
         "asks questions on a terminal",
@@ -125,14 +125,14 @@ ELSEWHERE = {
             "accel launch --profile cluster --nnodes 500 train.py",
             "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
         ),
-        Elsewhere("needs a Slurm cluster", "tests/integration/test_slurm.py"),
+        Elsewhere("needs a Slurm cluster", "tests/extensions/slurm/test_jobs.py"),
     ),
     **dict.fromkeys(
         (
             "accel launch --hosts node1,node2 train.py --epochs 3",
             "accel launch --hosts node1,node2 --sync train.py",
         ),
-        Elsewhere("needs two hosts with sshd", "tests/integration/test_ssh.py"),
+        Elsewhere("needs two hosts with sshd", "tests/extensions/ssh/test_ssh.py"),
     ),
     'python -m pip install -e ".[sagemaker]"': Elsewhere(
         "changes the environment that runs this test", "pyproject.toml"
@@ -151,7 +151,7 @@ ELSEWHERE = {
                 "file://policy.json"
             ),
         ),
-        Elsewhere("needs an AWS", "tests/integration/test_sagemaker_docs.py"),
+        Elsewhere("needs an AWS", "tests/extensions/sagemaker/test_docs.py"),
     ),
     "python -m pip install .": Elsewhere(
         "changes the environment that runs this test", OF_ANOTHER_DISTRIBUTION
@@ -171,18 +171,18 @@ ELSEWHERE = {
         "changes the environment that runs this test", "pyproject.toml"
     ),
     "accel launch --profile kube train.py --epochs 3": Elsewhere(
-        "needs a Kubernetes cluster", "tests/integration/test_kubernetes.py"
+        "needs a Kubernetes cluster", "tests/extensions/kubernetes/test_kubernetes.py"
     ),
     'python -m pip install -e ".[ray]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel launch --profile sky train.py --epochs 3": Elsewhere(
-        "needs SkyPilot and a cloud", "tests/cli/launchers/skypilot/test_skypilot.py"
+        "needs SkyPilot and a cloud", "tests/extensions/skypilot/test_skypilot.py"
     ),
     "accel launch --profile ray train.py --epochs 3": Elsewhere(
-        "needs a Ray cluster", "tests/ray_jobs/test_jobs.py"
+        "needs a Ray cluster", "tests/extensions/ray/cluster/test_jobs.py"
     ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
-        "needs a pod", "tests/cli/commands/test_tpu_pod.py"
+        "needs a pod", "tests/extensions/xla/test_tpu_pod.py"
     ),
     **dict.fromkeys(
         (
@@ -191,14 +191,14 @@ ELSEWHERE = {
             "PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 accel launch --profile tpu --set launcher.spmd=true train.py",
             "accel test --profile tpu",
         ),
-        Elsewhere("needs torch_xla", "tests/xla/test_docs.py"),
+        Elsewhere("needs torch_xla", "tests/extensions/xla/device/test_docs.py"),
     ),
     **dict.fromkeys(
         (
             "accel launch --profile zero train.py",
             "accel launch --cpu --nproc-per-node 2 --set deepspeed.stage=auto --set deepspeed.config_file=ds.json zero.py",
         ),
-        Elsewhere("needs deepspeed", "tests/zero/test_docs.py"),
+        Elsewhere("needs deepspeed", "tests/extensions/deepspeed/zero/test_docs.py"),
     ),
 }
 

@@ -506,7 +506,7 @@ def test_mlflow_records_the_other_values_if_it_rejects_one(stub, tmp_path, caplo
             raise error
         rows.append((values, step))
 
-    module = sys.modules["accel_runtime.monitoring.tracking.mlflow"]
+    module = sys.modules["accel_runtime.extensions.trackers.mlflow"]
     monkeypatch.setattr(module, "mlflow", SimpleNamespace(log_metrics=log_metrics, end_run=lambda: None))
     trackers.log({"bad": 1, "loss": 0.5}, step=3)
     assert rows == [({"loss": 0.5}, 3)]

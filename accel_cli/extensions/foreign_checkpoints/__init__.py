@@ -1,0 +1,1 @@
+"""Commands that convert checkpoints from and to the formats of other programs."""

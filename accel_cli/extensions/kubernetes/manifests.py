@@ -1,0 +1,466 @@
+"""The manifests of a job: a Job and its headless Service, a JobSet or a TrainJob, and a ConfigMap with the source."""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
+
+from accel_cli import console
+from accel_cli.errors import UsageError
+from accel_cli.extensions.kubernetes.pod import SOURCE_VOLUME, patch_pod
+from accel_cli.extensions.kubernetes.pod_fields import (
+    build_container_security,
+    build_pod_security,
+    parse_volume,
+)
+from accel_cli.extensions.kubernetes.section import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
+from accel_cli.launchers.jobs import get_user
+from accel_cli.launchers.source_files import (
+    check_deepspeed_file,
+    check_selected,
+    describe_selection,
+    select_files,
+    write_archive,
+)
+from accel_cli.planning.nodes import PORT
+from accel_cli.planning.plan import JobPlan
+from accel_runtime.environment.settings import FAILURE_FILE
+
+__all__ = [
+    "CONTAINER",
+    "JOB_SET_API",
+    "NODE_CONTAINER",
+    "RESERVED_VARIABLES",
+    "TRAINER_API",
+    "KubernetesJobPlan",
+    "format_user",
+    "name_job",
+    "read_source",
+    "render",
+]
+
+CONTAINER = "accel"
+"""The name of the container of every pod."""
+NODE_CONTAINER = "node"
+"""The name of the container, and of the replicated job, of the runtimes of Kubeflow Trainer."""
+TRAINER_API = ("trainer.kubeflow.org", "v1alpha1", "trainjobs")
+"""The group, version and plural name of TrainJobs."""
+JOB_SET_API = ("jobset.x-k8s.io", "v1alpha2", "jobsets")
+"""The same of JobSets."""
+_REPLICATED_JOB = "node"
+"""The name of the one replicated job of a JobSet."""
+_ATTEMPT = "JOBSET_RESTART_ATTEMPT"
+"""The variable with the number of times that a JobSet has started all pods again."""
+_MAX_RETRIES = 3
+_FAILURE = "/dev/termination-log"
+_SOURCE, _ARCHIVE, _WORKSPACE = "/etc/accel/source", "source.tar.gz", "/workspace"
+RESERVED_VARIABLES = frozenset(
+    {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", FAILURE_FILE}
+)
+"""The variables that the launcher or Kubeflow Trainer sets."""
+_MAX_LABEL = 63
+"""Characters of a host name, and of the value of a label."""
+_MAX_NAME = 57
+"""Characters of a job's name: the host name of a pod adds a hyphen and its index."""
+_NUM_RANDOM = 5
+_MANAGER = "accel/launcher"
+"""The owner of the changes to a runtime of Kubeflow Trainer."""
+_MAX_SOURCE = (1 << 20) - 1024
+"""Bytes that a ConfigMap can hold, less its keys."""
+_GRACE_S = 10
+"""Seconds after the shutdown timeout until Kubernetes kills what still runs."""
+_REFERENCE = re.compile(r"\$(?=[($])")
+"""The start of a reference `$(NAME)`, which Kubernetes replaces in arguments and variables, or of its escape."""
+_AMBIGUOUS = re.compile(r"[-+]?\.?[0-9][\w.:+-]*|[yYnN]")
+"""Text that kubectl reads as a number or a truth value without quotes, but PyYAML does not: 1e3, 089, y."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesJobPlan(JobPlan):
+    """A job of Kubernetes."""
+
+    section: KubernetesSection
+    """The launcher's section of the profile."""
+    name: str
+    """The start of its name."""
+    args: tuple[str, ...]
+    """The arguments of `accel launch` in every pod."""
+    env: Mapping[str, str]
+    """The variables of every pod."""
+    nproc_per_node: int
+    """The number of processes in every pod."""
+    cwd: str | None
+    """The working directory in the folder that is sent; None if no folder is sent."""
+    needed: str
+    """The file or folder without which the job cannot run, in the folder that is sent."""
+
+    @override
+    def preview(self) -> str:
+        """Return the manifests as YAML, with the files of the archive in comments at the end."""
+        manifests = render(self, name_job(self), format_user(), read_source(self))
+        text = yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
+        if self.cwd is None:
+            return text
+        section = self.section
+        selection = select_files(Path(section.source_dir), section.include, section.exclude)
+        return "\n".join([text, *(f"# {line}" for line in describe_selection(selection))])
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, and text that could be a number in quotes."""
+
+    def represent_str(self, data: str) -> Any:
+        style = "|" if "\n" in data else "'" if _AMBIGUOUS.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - labels are written in full each time
+        return True
+
+
+_ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
+
+
+def name_job(job: KubernetesJobPlan) -> str:
+    """Return a new name of a job, which ends with random characters."""
+    stem = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
+    # The name of a Service begins with a letter.
+    stem = stem if stem[:1].isalpha() else f"job-{stem}".rstrip("-")
+    random = "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(_NUM_RANDOM))
+    longest = _MAX_NAME
+    if job.section.kubeflow or job.section.jobset:
+        # JobSet checks the names of pods: `NAME-node-0-INDEX-abcde`.
+        longest = _MAX_LABEL - len(f"-{NODE_CONTAINER}-0-{job.section.nnodes - 1}-abcde")
+    return f"{stem[: longest - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
+
+
+def format_user() -> str:
+    """Return the name of the user, as the value of a label."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", get_user())[:_MAX_LABEL].strip("-_.") or "unknown"
+
+
+def read_source(job: KubernetesJobPlan) -> bytes | None:
+    """Return the archive of the folder that is sent; None if none is.
+
+    Raises:
+        UsageError: A file that the job needs is not among them, or the archive does not fit a ConfigMap.
+    """
+    if job.cwd is None:
+        return None
+    section = job.section
+    selection = select_files(Path(section.source_dir), section.include, section.exclude)
+    for note in selection.notes:
+        console.note(note)
+    check_selected(selection, job.needed)
+    check_deepspeed_file(selection, job.cwd, job.env)
+    with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
+        archive = Path(scratch, _ARCHIVE)
+        write_archive(selection, archive)
+        data = archive.read_bytes()
+    if len(data) > _MAX_SOURCE:
+        largest = ", ".join(
+            f"{file.name} ({console.format_size(file.size)})" for file in selection.largest if file.size
+        )
+        raise UsageError(
+            f"The {len(selection.files)} files in {selection.source} have {console.format_size(len(data))} compressed: a job "
+            f"carries at most 1 MiB. The largest are {largest}. Add files to launcher.exclude or .gitignore, or put them into "
+            "the image or on a volume and set launcher.source: image."
+        )
+    return data
+
+
+def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) -> list[dict[str, Any]]:
+    """Return the manifests of a job, as kubectl takes them.
+
+    Args:
+        job: The job.
+        name: Its name.
+        user: The user who submits it.
+        archive: The archive of the source; None if none is sent.
+    """
+    section = job.section
+    labels = {**section.labels, MANAGED_BY: "accel", INSTANCE: name, OWNER: user}
+    metadata: dict[str, Any] = {"name": name, "labels": labels}
+    if section.annotations:
+        metadata["annotations"] = section.annotations
+    if section.namespace:
+        metadata["namespace"] = section.namespace
+    manifests = []
+    if section.nnodes > 1 and not (section.kubeflow or section.jobset):
+        manifests.append(_build_service(metadata))
+    if archive is not None:
+        data = {_ARCHIVE: base64.b64encode(archive).decode("ascii")}
+        manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
+    build = _build_train_job if section.kubeflow else _build_job_set if section.jobset else _build_job
+    return [*manifests, build(job, metadata, has_source=archive is not None)]
+
+
+def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Service that gives every pod a host name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata,
+        "spec": {
+            "clusterIP": "None",
+            # The pods find each other before they are ready.
+            "publishNotReadyAddresses": True,
+            "selector": {INSTANCE: metadata["name"]},
+            "ports": [{"name": "rendezvous", "port": PORT}],
+        },
+    }
+
+
+def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool) -> dict[str, Any]:
+    action = "Ignore" if job.section.max_restarts else ""
+    spec = _build_job_spec(job, metadata, action, has_source=has_source)
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _build_job_set(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+) -> dict[str, Any]:
+    """Return a JobSet of one Job, whose failure by a lost pod starts all pods again."""
+    section = job.section
+    # The Job of a lost pod fails by PodFailurePolicy, and that of a failed script by another reason.
+    spec = _build_job_spec(job, metadata, "FailJob", has_source=has_source)
+    reasons = ["BackoffLimitExceeded", "DeadlineExceeded"]
+    job_set = {
+        "failurePolicy": {
+            "maxRestarts": _MAX_RETRIES if section.max_retries is None else section.max_retries,
+            "rules": [{"name": "failed", "action": "FailJobSet", "onJobFailureReasons": reasons}],
+        },
+        "ttlSecondsAfterFinished": section.ttl,
+        "replicatedJobs": [{"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": spec}}],
+    }
+    return {"apiVersion": "/".join(JOB_SET_API[:2]), "kind": "JobSet", "metadata": metadata, "spec": job_set}
+
+
+def _build_job_spec(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], action: str, *, has_source: bool
+) -> dict[str, Any]:
+    """Return the spec of a Job; `action` is that for pods that were drained, preempted or lost with their node."""
+    section = job.section
+    spec: dict[str, Any] = {
+        "completions": section.nnodes,
+        "parallelism": section.nnodes,
+        "completionMode": "Indexed",
+        # Restarts are those of the agents in the pods: a pod that fails ends the job.
+        "backoffLimit": 0,
+    }
+    if action:
+        disrupted = {"type": "DisruptionTarget", "status": "True"}
+        spec["podFailurePolicy"] = {"rules": [{"action": action, "onPodConditions": [disrupted]}]}
+    if section.time:
+        spec["activeDeadlineSeconds"] = section.time
+    if not section.jobset:
+        spec["ttlSecondsAfterFinished"] = section.ttl
+    return spec | {
+        "template": _patch_pod(
+            job,
+            {
+                "metadata": _get_pod_metadata(metadata),
+                "spec": _build_pod(job, metadata["name"], has_source=has_source),
+            },
+        ),
+    }
+
+
+def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[str, Any]:
+    section = job.section
+    volumes = list(_list_volumes(section, name if has_source else ""))
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": section.shutdown_timeout + _GRACE_S,
+    }
+    # JobSet makes the Service, and the name of each pod in it.
+    first = f"{name}-{_REPLICATED_JOB}-0-0" if section.jobset else f"{name}-0"
+    if section.nnodes > 1 and not section.jobset:
+        pod["subdomain"] = name
+    if not section.service_account:
+        pod["automountServiceAccountToken"] = False
+    # Without variables for each Service of the namespace, of which there may be thousands.
+    pod["enableServiceLinks"] = False
+    pod |= build_pod_security(section)
+    pod |= _build_scheduling(section)
+    names = {
+        "priorityClassName": section.priority_class,
+        "schedulerName": section.scheduler_name,
+        "runtimeClassName": section.runtime_class,
+    }
+    pod |= {key: value for key, value in names.items() if value}
+    variables, script = {}, []
+    if section.nnodes > 1:
+        # Not as options: with these variables an agent waits until the name of the first pod resolves.
+        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{first}.{name}"}
+        variables["PET_MASTER_PORT"] = str(PORT)
+        script = ['export PET_NODE_RANK="$JOB_COMPLETION_INDEX"']
+    if section.jobset:
+        script.append(f'[ "${_ATTEMPT}" = 0 ] || set -- --resume "$@"')
+    container = {
+        "name": CONTAINER,
+        "image": section.image,
+        **({"imagePullPolicy": section.image_pull_policy} if section.image_pull_policy else {}),
+        **build_container_security(section),
+        **_build_command(job, script, has_source=has_source),
+        "env": _list_variables(job, variables),
+    }
+    if resources := _build_resources(section):
+        container["resources"] = resources
+    container |= {"terminationMessagePath": _FAILURE, "volumeMounts": [mount for _, mount in volumes]}
+    return {**pod, "containers": [container], "volumes": [volume for volume, _ in volumes]}
+
+
+def _get_pod_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a job that its pods have too."""
+    return {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+
+
+def _patch_pod(job: KubernetesJobPlan, template: dict[str, Any]) -> dict[str, Any]:
+    (container,) = template["spec"]["containers"]
+    variables = [item["name"] for item in container.get("env", ())]
+    return patch_pod(job.section, template, container["name"], [*variables, *RESERVED_VARIABLES])
+
+
+def _build_train_job(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+) -> dict[str, Any]:
+    """Return a TrainJob of Kubeflow Trainer: what its fields cannot hold changes the pods of its runtime."""
+    section = job.section
+    volumes = list(_list_volumes(section, metadata["name"] if has_source else ""))
+    trainer = {
+        "image": section.image,
+        **_build_command(job, [], has_source=has_source),
+        # Trainer adds PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which `accel launch` reads.
+        "env": _list_variables(job, {}),
+        "numNodes": section.nnodes,
+        "numProcPerNode": job.nproc_per_node,
+    }
+    if resources := _build_resources(section):
+        trainer["resourcesPerNode"] = resources
+    template = {
+        "metadata": _get_pod_metadata(metadata),
+        "spec": {
+            **_build_scheduling(section),
+            **build_pod_security(section),
+            "containers": [
+                {
+                    "name": NODE_CONTAINER,
+                    **build_container_security(section),
+                    "volumeMounts": [mount for _, mount in volumes],
+                }
+            ],
+            "volumes": [volume for volume, _ in volumes],
+        },
+    }
+    pod = _patch_pod(job, template)
+    kind, _, runtime = section.runtime.rpartition("/")
+    spec: dict[str, Any] = {
+        "runtimeRef": {
+            "apiGroup": TRAINER_API[0],
+            "kind": kind or "ClusterTrainingRuntime",
+            "name": runtime,
+        },
+        "trainer": trainer,
+    }
+    if section.trainer_version == "2.1":
+        spec["podTemplateOverrides"] = [{"targetJobs": [{"name": NODE_CONTAINER}], **pod}]
+    else:
+        replicated = {"name": NODE_CONTAINER, "template": {"spec": {"template": pod}}}
+        patch = {"spec": {"replicatedJobs": [replicated]}}
+        spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": patch}}]
+        if section.time:
+            spec["activeDeadlineSeconds"] = section.time
+    return {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob", "metadata": metadata, "spec": spec}
+
+
+def _build_scheduling(section: KubernetesSection) -> dict[str, Any]:
+    """Return the fields of a pod that both kinds of jobs can set."""
+    values = {
+        "serviceAccountName": section.service_account,
+        "nodeSelector": section.node_selector,
+        "affinity": section.affinity,
+        "tolerations": [_parse_toleration(text) for text in section.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in section.image_pull_secrets],
+    }
+    return {key: value for key, value in values.items() if value}
+
+
+def _build_command(job: KubernetesJobPlan, script: list[str], *, has_source: bool) -> dict[str, Any]:
+    """Return the command of a container, and its arguments."""
+    lines = ["set -e"]
+    if job.section.user_and_group[0]:
+        # A user that the image does not know has / as its home, and no name.
+        lines.append('[ -w "$HOME" ] || export HOME=/tmp LOGNAME="${LOGNAME:-accel}"')
+    if has_source:
+        lines += [f"cd {_WORKSPACE}", f"tar -xzf {_SOURCE}/{_ARCHIVE}"]
+        lines += [f"cd {shlex.quote(job.cwd)}"] if job.cwd not in {None, "."} else []
+    elif job.section.working_dir:
+        lines.append(f"cd {shlex.quote(job.section.working_dir)}")
+    lines += [*script, 'exec accel launch "$@"']
+    return {
+        "command": ["/bin/sh", "-c", _escape("\n".join(lines) + "\n"), "accel"],
+        "args": [_escape(word) for word in job.args],
+    }
+
+
+def _list_variables(job: KubernetesJobPlan, variables: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the variables of a container, those with secrets by reference."""
+    values = {**job.env, **variables, FAILURE_FILE: _FAILURE}
+    env: list[dict[str, Any]] = [
+        {"name": key, "value": _escape(value)} for key, value in sorted(values.items())
+    ]
+    for key, reference in sorted(job.section.secrets.items()):
+        secret, _, item = reference.partition("/")
+        env.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})
+    if job.section.jobset:
+        path = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+        env.append({"name": _ATTEMPT, "valueFrom": {"fieldRef": {"fieldPath": path}}})
+    return env
+
+
+def _build_resources(section: KubernetesSection) -> dict[str, Any]:
+    """Return what a container requests and is limited to; empty if nothing is set."""
+    resources = {key: str(value) for key, value in section.resources.items()}
+    if section.gpus_per_node:
+        resources[section.gpu_resource] = str(section.gpus_per_node)
+    return {"requests": resources, "limits": resources} if resources else {}
+
+
+def _list_volumes(section: KubernetesSection, source: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield every volume of a pod with its mount; `source` is the ConfigMap with the archive, empty if none is sent."""
+    memory = {"medium": "Memory", **({"sizeLimit": section.shared_memory} if section.shared_memory else {})}
+    # The default of a container is 64 MB, too little for the workers of a DataLoader.
+    yield {"name": "shm", "emptyDir": memory}, {"name": "shm", "mountPath": "/dev/shm"}  # noqa: S108 - not a file
+    if source:
+        yield (
+            {"name": SOURCE_VOLUME, "configMap": {"name": source}},
+            {"name": SOURCE_VOLUME, "mountPath": _SOURCE, "readOnly": True},
+        )
+        yield {"name": "workspace", "emptyDir": {}}, {"name": "workspace", "mountPath": _WORKSPACE}
+    for number, (path, text) in enumerate(section.volumes.items()):
+        volume, name = text.removesuffix(":ro"), f"volume-{number}"
+        mount: dict[str, Any] = {"name": name, "mountPath": path}
+        yield {"name": name, **parse_volume(volume)}, {**mount, "readOnly": True} if volume != text else mount
+
+
+def _parse_toleration(text: str) -> dict[str, str]:
+    """Return a toleration from `KEY`, `KEY:EFFECT` or `KEY=VALUE:EFFECT`."""
+    words, _, effect = text.partition(":")
+    key, equals, value = words.partition("=")
+    operator = {"operator": "Equal", "value": value} if equals else {"operator": "Exists"}
+    return {"key": key, **operator, **({"effect": effect} if effect else {})}
+
+
+def _escape(text: str) -> str:
+    """Return text of an argument or a variable that Kubernetes leaves as it is."""
+    return _REFERENCE.sub("$$", text)

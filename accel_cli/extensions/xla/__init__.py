@@ -1,0 +1,1 @@
+"""XLA devices: the launcher of a TPU machine, and the command of a pod."""

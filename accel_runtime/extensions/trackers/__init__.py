@@ -1,0 +1,1 @@
+"""Trackers of services: one module for each package."""

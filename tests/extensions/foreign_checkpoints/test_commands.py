@@ -1,0 +1,221 @@
+"""`accel checkpoint export --format hf` and `--format dcp`, and `import`: what the commands accept, refuse and print."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import call_accel
+from torch import nn
+
+from accel_cli.commands import checkpoints
+from accel_runtime import Accelerator
+
+KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
+
+
+class Tied(nn.Module):
+    """A model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.LayerNorm(3)
+
+
+@pytest.fixture
+def tied(cwd):
+    """Return a saved model, whose checkpoint is `checkpoint`."""
+    accelerator, model = Accelerator(), Tied()
+    accelerator.prepare(model)
+    accelerator.save_state("checkpoint")
+    return model
+
+
+def export(capfd, *arguments):
+    return call_accel(capfd, "checkpoint", "export", "checkpoint", "-o", "out", *arguments)
+
+
+# Hugging Face ----------------------------------------------------------------------------
+
+
+def test_a_small_model_is_one_file_without_tied_weights_for_format_hf(capfd, cwd, tied):
+    from safetensors import safe_open
+
+    result = export(capfd, "--format", "hf")
+    assert result.returncode == 0, result.stderr
+    assert "head.weight is tied to embedding.weight" in result.stderr
+    assert [path.name for path in (cwd / "out").iterdir()] == ["model.safetensors"]
+    with safe_open(cwd / "out" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == {"embedding.weight", "norm.weight", "norm.bias"}
+        assert file.metadata() == {"format": "pt"}
+        assert torch.equal(file.get_tensor("embedding.weight"), tied.embedding.weight)
+
+
+def test_accel_loads_shards_of_format_hf_with_their_index(capfd, cwd, tied):
+    result = export(capfd, "--format", "hf", "--max-shard-size", "60B", "--json")
+    assert len(json.loads(result.stdout)["files"]) == 3
+    names = sorted(path.name for path in (cwd / "out").iterdir())
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+    other = Tied()
+    Accelerator().load_model(other, cwd / "out")
+    assert all(torch.equal(value, tied.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_weights_are_added_to_a_folder_with_a_configuration_once(capfd, cwd, tied):
+    (cwd / "out").mkdir()
+    (cwd / "out" / "config.json").write_text("{}")
+    assert export(capfd, "--format", "hf", "--dtype", "bf16").returncode == 0
+    assert sorted(path.name for path in (cwd / "out").iterdir()) == ["config.json", "model.safetensors"]
+    again = export(capfd, "--format", "hf")
+    assert again.returncode == 2
+    assert "out has model.safetensors already. Remove it, or choose another folder." in again.stderr
+
+
+def test_a_failed_export_leaves_no_folder(capfd, cwd, tied, handmade):
+    handmade.flip(cwd / "checkpoint" / "model.safetensors", -1)
+    result = export(capfd, "--format", "hf")
+    assert result.returncode == 1
+    assert "does not have its checksum" in result.stderr
+    assert [path.name for path in cwd.iterdir() if "out" in path.name] == []
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "4KB"])
+def test_from_pretrained_gives_the_outputs_of_the_trained_model(capfd, cwd, shard_size):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    accelerator, model = Accelerator(), transformers.LlamaForCausalLM(config)
+    model = accelerator.prepare(model)
+    accelerator.save_state("checkpoint")
+    assert export(capfd, "--format", "hf", "--max-shard-size", shard_size).returncode == 0
+    config.save_pretrained("out")
+    model.save_pretrained("expected", max_shard_size=shard_size)
+    names = {path.name for path in (cwd / "out").iterdir()}
+    assert names == {path.name for path in (cwd / "expected").iterdir()} - {"generation_config.json"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
+    inputs = torch.arange(6).view(1, 6)
+    assert torch.equal(loaded(inputs).logits, model.eval()(inputs).logits)
+
+
+# torch -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_exported_for_torch_and_imported_again(capfd, cwd):
+    shutil.copytree(KEPT / "sharded", cwd / "checkpoint")
+    result = export(capfd, "--format", "dcp")
+    assert result.returncode == 0, result.stderr
+    assert "not exported, because torch's format does not have them: loader" in result.stderr
+    assert (cwd / "out" / ".metadata").is_file()
+    code = (
+        "import sys; from accel_cli.main import main\n"
+        "try: main(['checkpoint', 'import', 'out', '-o', 'again'])\n"
+        "except SystemExit as error: assert not error.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert call_accel(capfd, "checkpoint", "verify", "again").returncode == 0
+    shown = json.loads(call_accel(capfd, "checkpoint", "show", "again", "--json").stdout)
+    assert shown["versions"]["torch.distributed.checkpoint"] == "1.0.0"
+    existing = call_accel(capfd, "checkpoint", "import", "out", "-o", "again")
+    assert existing.returncode == 2
+    assert "again exists. Remove it, or choose another name." in existing.stderr
+    for arguments in (["-o", "out", "--format", "dcp"], ["-o", "nowhere/out", "--format", "dcp"]):
+        assert call_accel(capfd, "checkpoint", "export", "again", *arguments).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--format", "dcp", "--item", "model"], "--item has no effect with --format dcp"),
+        (["--format", "dcp", "--dtype", "bf16"], "use --format safetensors or hf"),
+        (["--format", "dcp", "--max-shard-size", "1GB"], "--max-shard-size has no effect"),
+        (
+            ["--format", "hf", "--layout", "nested"],
+            "--layout has no effect with --format hf. Leave it out, or use --format dcp",
+        ),
+        (["--layout", "nested"], "--layout has no effect with --format safetensors"),
+        (["--format", "hf", "--item", "optimizer"], "it has models only"),
+    ],
+)
+def test_an_option_that_a_format_does_not_take_is_refused(capfd, cwd, arguments, problem):
+    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    result = export(capfd, *arguments)
+    assert result.returncode == 2
+    assert problem in result.stderr
+    assert not (cwd / "out").exists()
+
+
+def test_without_torch_an_export_in_its_format_names_the_cure(capfd, cwd, monkeypatch):
+    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    result = export(capfd, "--format", "dcp")
+    assert result.returncode == 1
+    assert (
+        "torch is not installed in this environment. Install torch, or use --format safetensors."
+        in result.stderr
+    )
+
+
+def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
+    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    result = call_accel(capfd, "checkpoint", "import", "checkpoint", "-o", "out")
+    assert result.returncode == 2
+    assert "checkpoint is a checkpoint of accel, which load_state() and resume() load" in result.stderr
+    result = call_accel(capfd, "checkpoint", "import", str(KEPT), "-o", "out")
+    assert result.returncode == 2
+    assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
+
+
+@pytest.mark.slow
+def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatch):
+    from accel_cli.extensions.foreign_checkpoints import commands as checkpoint_formats
+
+    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    (cwd / "stuck.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from accel_runtime.checkpoint import dcp_export\n"
+        "def wait(*_):\n"
+        "    dcp_export._print_line({'read': 1})\n"
+        "    time.sleep(600)\n"
+        "dcp_export._read_pieces = wait\n"
+        "dcp_export.main(sys.argv[1:])\n"
+    )
+    started = []
+
+    class Stuck(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__([sys.executable, str(cwd / "stuck.py"), command[-1]], **options)
+            started.append(self)
+
+    def interrupt(*_):
+        assert list(cwd.glob(".out.*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_formats.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(checkpoints, "_PROGRESS_S", 0)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_formats.export_dcp("checkpoint", "out", "nested", 0, interrupt)
+    assert started[0].returncode == 1
+    assert not [path.name for path in cwd.iterdir() if "out" in path.name]

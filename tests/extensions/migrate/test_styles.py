@@ -1,0 +1,243 @@
+"""Scripts in the styles of public examples train after `--write` and the edits that their findings list."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import io
+import os
+import re
+import runpy
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from support import golden
+from support.processes import free_port
+from support.ranks import Cluster
+
+from accel_cli.extensions.migrate.conversion import migrate_script
+from accel_cli.extensions.migrate.marks import add_marks, find_marks
+
+COUNTED = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+loader = DataLoader(torch.randn(32, 8), batch_size=8)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+total = 2 * len(loader)
+test = DataLoader(torch.randn(8, 8), batch_size=8)
+step = 0
+for epoch in range(2):
+    for x in loader:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / total)
+print(optimizer.param_groups[0]["lr"])
+"""
+IN_CYCLES = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+loader = DataLoader(torch.randn(32, 8), batch_size=4)
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 16)
+for i, x in enumerate(loader):
+    loss = model(x).pow(2).mean() / 2
+    loss.backward()
+    if (i + 1) % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+    scheduler.step()
+print(optimizer.param_groups[0]["lr"])
+"""
+STYLES = sorted((Path(__file__).parent / "styles").glob("*.py"))
+REFUSED = {"layers_that_train", "shared_memory"}
+"""Scripts whose models and optimizers are not created where they could be prepared together."""
+TRAINED = [path for path in STYLES if path.stem not in REFUSED]
+OPEN = {
+    "ddp_by_hand", "graph_network", "language_model", "policy_gradient", "polynomial", "sine_lbfgs",
+    "spawned_workers", "style_transfer",
+}  # fmt: skip
+"""Scripts that are converted, and have findings."""
+EQUAL = {
+    "ddp_by_hand", "device_number", "embeddings", "endless_loader", "graph_network", "image_classifier", "image_pairs",
+    "manual_cycles", "sine_lbfgs", "spawned_trainer", "spawned_workers", "style_transfer", "torchrun_trainer", "trainer_class",
+    "two_commands",
+}  # fmt: skip
+"""Scripts that compute on two halves of a batch what they compute on the batch: without noise of their own."""
+
+
+@functools.cache
+def convert(stem):
+    """Return the result for a script of the corpus."""
+    return migrate_script((Path(__file__).parent / "styles" / f"{stem}.py").read_text())
+
+
+def apply_edits(text, path):
+    """Apply the hunks of a file to a text: `-` and `+` before old and new lines, a space before lines that stay."""
+    if not path.exists():
+        return text
+    for hunk in path.read_text().split("\n\n"):
+        lines = hunk.strip("\n").splitlines()
+        old, new = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in ("- ", "+ "))
+        assert text.count(old) == 1, f"{path.name}: {old!r} is in the text {text.count(old)} times"
+        text = text.replace(old, new)
+    return text
+
+
+def train(text, folder, environ):
+    """Run a script as the main module; return its output, the weights it saved, and a hash of its prepared models."""
+    import accel_runtime
+
+    models = []
+    prepare = accel_runtime.Accelerator.prepare
+
+    def record(self, *objects, **options):
+        result = prepare(self, *objects, **options)
+        prepared = result if isinstance(result, tuple) else (result,)
+        models.extend(one for one in prepared if isinstance(one, torch.nn.Module))
+        return result
+
+    utils = types.ModuleType("torchvision.utils")
+    utils.save_image = lambda tensor, path, **_: Path(path).write_text(str(tuple(tensor.shape)))
+    vision = types.ModuleType("torchvision")
+    vision.utils = utils
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    script = Path(folder) / f"train{os.environ['RANK']}.py"
+    script.write_text(text)
+    output = io.StringIO()
+    with (
+        free_port() as port,
+        mock.patch.dict(os.environ, {"PORT": str(port)}),  # which a script may change
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(output),
+    ):
+        for name in ("RANK", "LOCAL_RANK"):
+            if environ is not None and name not in environ:
+                patch.delenv(name)
+        patch.setitem(sys.modules, "torchvision", vision)
+        patch.setitem(sys.modules, "torchvision.utils", utils)
+        patch.setattr(sys, "argv", ["train.py"])
+        patch.setattr(accel_runtime.Accelerator, "prepare", record)
+        patch.setattr(torch.multiprocessing, "spawn", lambda worker, args=(), **_: worker(0, *args))
+        patch.chdir(folder)
+        runpy.run_path(str(script), run_name="__main__")
+    values = [one.detach().double() for model in models for one in model.parameters()]
+    digest = hashlib.sha256(b"".join(one.cpu().numpy().tobytes() for one in values)).hexdigest()
+    is_finite = all(bool(one.isfinite().all()) for one in values)
+    saved = Path(folder) / "weights.pt"
+    weights = torch.load(saved) if os.environ["RANK"] == "0" and saved.exists() else None
+    return output.getvalue(), weights, digest, is_finite, len(models)
+
+
+@pytest.fixture(scope="module")
+def clusters():
+    settings = {"RANK_WARNINGS": "ignore"}
+    found = {
+        name: Cluster(size, settings=settings) for name, size in {"before": 1, "one": 1, "two": 2}.items()
+    }
+    yield found
+    for cluster in found.values():
+        cluster.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_a_script_trains_as_before_on_one_process_and_on_two(path, clusters, tmp_path):
+    edits = path.with_suffix(".edits")
+    edited = apply_edits(convert(path.stem).text, edits)
+    before = path.read_text()
+    environ = {"RANK", "LOCAL_RANK"} if path.stem in {"ddp_by_hand", "torchrun_trainer"} else set()
+    [one] = clusters["before"].run(train, before, str(tmp_path / "before"), environ)
+    [after] = clusters["one"].run(train, edited, str(tmp_path / "one"), None)
+    assert after[0] == one[0]
+    torch.testing.assert_close(after[1], one[1], rtol=0, atol=0)
+    sharded = edited.replace("Accelerator(", "Accelerator(split_batches=True, ")
+    ranks = clusters["two"].run(train, sharded if path.stem in EQUAL else edited, str(tmp_path / "two"), None)
+    assert all(rank[3] and rank[4] for rank in ranks)
+    assert len({rank[2] for rank in ranks}) == 1
+    if path.stem in EQUAL:
+        torch.testing.assert_close(ranks[0][1], one[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TRAINED, ids=lambda path: path.stem)
+def test_the_comments_of_the_places_left_change_no_statement(path):
+    result = convert(path.stem)
+    marked = add_marks(path.read_text(), result.text, result.findings)
+    assert ast.dump(ast.parse(marked)) == ast.dump(ast.parse(result.text))
+    assert sorted(one.text for one in find_marks(marked)) == sorted(one.text for one in result.findings)
+    assert migrate_script(marked).text == marked
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", [one for one in TRAINED if one.stem in EQUAL], ids=lambda path: path.stem)
+def test_two_processes_train_on_batches_of_the_size_of_the_script(path, clusters, tmp_path):
+    edited = apply_edits(convert(path.stem).text, path.with_suffix(".edits"))
+    ranks = clusters["two"].run(train, edited, str(tmp_path), None)
+    assert all(rank[3] and rank[4] for rank in ranks)
+    assert len({rank[2] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("path", STYLES, ids=lambda path: path.stem)
+def test_the_findings_of_a_script_are_those_of_its_golden_file(path):
+    result = convert(path.stem)
+    assert (result.text == path.read_text()) == (path.stem in REFUSED)
+    assert bool(result.findings) == (path.stem in REFUSED | OPEN)
+    found = [f"{path.name}:{one.line}: {one.text}" for one in result.findings]
+    found += [f"{path.name}:{one.line}: note: {one.text}" for one in result.notes]
+    golden.check(f"migrate/styles/{path.stem}.txt", "\n".join([*found, ""]))
+
+
+def test_a_schedule_of_batches_ends_on_two_processes_where_it_ends_on_one(clusters, tmp_path):
+    text = convert("embeddings").text
+    assert not any("batches" in one.text for one in convert("embeddings").findings)
+    [one] = clusters["one"].run(train, text, str(tmp_path / "one"), None)
+    two, _ = clusters["two"].run(train, text, str(tmp_path / "two"), None)
+    rates = [re.findall(r"lr (\S+)", run[0]) for run in (one, two)]
+    assert rates[0] == rates[1] == ["0.006667", "0.003333", "0.000000"]
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_rate_that_the_script_computes_ends_where_the_finding_puts_the_count(
+    clusters, tmp_path, is_followed
+):
+    text = COUNTED
+    result = migrate_script(text)
+    assert [one.line for one in result.findings] == [9]
+    assert "len(loader) after accelerator.prepare" in result.findings[0].text
+    after = result.text
+    if is_followed:
+        line = "total = 2 * len(loader)\n"
+        after = after.replace(line, "").replace("step = 0\n", f"{line}step = 0\n")
+    two, _ = clusters["two"].run(train, after, str(tmp_path / "two"), None)
+    assert float(two[0].split()[-1]) == (0 if is_followed else 0.05)
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_schedule_within_a_cycle_ends_on_two_processes_where_the_finding_puts_it(
+    clusters, tmp_path, is_followed
+):
+    result = migrate_script(IN_CYCLES)
+    [finding] = result.findings
+    advice = finding.text.partition("Write ")[2]
+    after = result.text.replace("scheduler.step()\n", f"{advice}\n") if is_followed else result.text
+    [one] = clusters["one"].run(train, after, str(tmp_path / "one"), None)
+    two, _ = clusters["two"].run(train, after, str(tmp_path / "two"), None)
+    assert one[0] == "0.5\n"
+    assert two[0] == ("0.5\n" if is_followed else "0.75\n")

@@ -1,0 +1,61 @@
+"""The decision of a preflight about bad nodes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.errors import UsageError
+from accel_cli.extensions.node_check.preflight import Verdict, decide, refuse_bad_node
+from accel_runtime.extensions.node_check.verdict import Finding
+
+BAD = Finding(1, "bad", "has no network")
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_spares", "min_nodes", "continues"),
+    [(3, 0, 2, True), (3, 0, 3, False), (3, 1, 3, True), (2, 0, 1, True), (2, 5, 2, True), (2, 0, 2, False)],
+)
+def test_a_bad_node_is_left_out_if_enough_remain(num_nodes, num_spares, min_nodes, continues):
+    verdict = decide([BAD], num_nodes, num_spares, min_nodes)
+    assert verdict == Verdict({1: "has no network"}, continues)
+
+
+@given(
+    st.lists(st.builds(Finding, st.integers(0, 7), st.sampled_from(["bad", "note"]), st.text()), max_size=12)
+)
+def test_notes_leave_out_no_node_and_one_node_remains(findings):
+    verdict = decide(findings, 8, 8, 1)
+    assert verdict.reasons.keys() == {finding.node for finding in findings if finding.is_bad}
+    assert verdict.continues == (0 < len(verdict.reasons) < 8)
+
+
+def test_all_reasons_about_a_node_are_in_one_line():
+    findings = [BAD, Finding(1, "note", "is far away"), Finding(1, "bad", "computes wrong")]
+    assert decide(findings, 3, 0, 1).reasons == {1: "has no network; computes wrong"}
+
+
+def test_a_verdict_is_the_same_on_all_nodes():
+    verdict = decide([BAD], 3, 0, 2)
+    text = json.dumps({"reasons": verdict.reasons, "continues": verdict.continues})
+    assert Verdict.from_json(json.loads(text)) == verdict
+
+
+class Bootstrap:
+    """The store of a run that has left out h1."""
+
+    def __init__(self, name):
+        self.node = self
+        self.name = name
+
+    def get_value(self, key):
+        return "no network" if key == "preflight/bad/h1 (10.0.0.1)" else None
+
+
+def test_a_node_that_was_left_out_is_refused_and_another_is_not():
+    refuse_bad_node(Bootstrap("h2 (10.0.0.2)"))
+    with pytest.raises(UsageError, match=r"h1 \(10\.0\.0\.1\) cannot join: .* left it out \(no network\)"):
+        refuse_bad_node(Bootstrap("h1 (10.0.0.1)"))

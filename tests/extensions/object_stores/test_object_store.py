@@ -1,0 +1,193 @@
+"""Checkpoints in S3, through a proxy of faults: bit-equal to those of a directory whatever the network does, or an error.
+
+The server is a real one (`support/s3/server.py`). Each rank has its own port of the proxy, so that a test can count what each
+rank has read and written.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from support.pairs import pairwise_params
+from support.runs.recorded_runs import train_batch
+from support.s3.fault_proxy import Answer, BlackHole, Reset, Slow
+from support.s3.runs import connect, resume_and_train, start_run, train_and_save
+
+from accel_runtime.storage.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
+
+SERVER_ERROR = Answer(500, "InternalError", "We encountered an internal error. Please try again.")
+EXPIRED = Answer(400, "ExpiredToken", "The provided token has expired.")
+PASSING = {
+    "reset before": (Reset("before"), {"every": 5}),
+    "reset in uploads": (Reset("upload"), {"every": 3, "method": "PUT"}),
+    "answers lost": (Reset("after"), {"every": 4, "first": 2}),
+    "reset in downloads": (Reset("download"), {"every": 3, "method": "GET"}),
+    "503": (Answer(), {"every": 3}),
+    "500": (SERVER_ERROR, {"every": 4}),
+    "slow": (Slow(300_000), {"every": 3}),
+    "expired once": (EXPIRED, {"first": 5, "count": 1}),
+}
+"""Faults that pass, by the names of cases."""
+CASES = [
+    ("reset before", 2, 1, False, False),
+    ("reset in uploads", 2, 2, True, True),
+    ("answers lost", 1, 2, False, True),
+    ("reset in downloads", 2, 4, True, False),
+    ("503", 4, 2, True, True),
+    ("500", 1, 1, False, False),
+    ("slow", 2, 2, False, True),
+    ("expired once", 1, 2, False, False),
+]
+"""Each fault once: the fault, the number of ranks before and after, if models are sharded, and if saves are in the background."""
+
+
+def build_cases():
+    """Return the cases above, and as `full` those that have each pair of all values."""
+    sizes, both = [1, 2, 4], [False, True]
+    factors = {"fault": list(PASSING), "before": sizes, "after": sizes, "sharded": both, "background": both}
+    pairs = [param.values for param in pairwise_params(factors) if not param.marks]
+    return [
+        pytest.param(
+            case,
+            id="-".join(map(str, case)),
+            marks=[pytest.mark.slow] * (4 in case[1:3]) + [pytest.mark.full] * (case not in CASES),
+        )
+        for case in dict.fromkeys([*CASES, *pairs])
+    ]
+
+
+def list_addresses(proxy, size):
+    return [proxy.address(f"rank {rank}") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def in_directory(clusters, tmp_path_factory):
+    """Return functions that return the results of the same runs with checkpoints in a directory."""
+    results = {}
+
+    def train(before, sharded):
+        if (before, sharded) not in results:
+            folder = str(tmp_path_factory.mktemp("saved") / "checkpoint")
+            results[before, sharded] = (folder, clusters[before].run(train_and_save, folder, [], sharded))
+        return results[before, sharded]
+
+    def resume(before, after, sharded):
+        key = (before, after, sharded)
+        if key not in results:
+            results[key] = clusters[after].run(resume_and_train, train(before, sharded)[0], [], sharded)
+        return results[key]
+
+    return lambda *key: train(*key)[1], resume
+
+
+@pytest.mark.parametrize("case", build_cases())
+def test_a_run_in_s3_equals_one_in_a_directory_with_each_fault_that_passes(
+    clusters, s3_proxy, s3_url, in_directory, case
+):
+    fault, before, after, sharded, in_background = case
+    train, resume = in_directory
+    expected_training, expected_rest = train(before, sharded), resume(before, after, sharded)
+    url = f"{s3_url}/saved"
+    kind, options = PASSING[fault]
+    s3_proxy.inject(kind, **options)
+    addresses = list_addresses(s3_proxy, 4)
+    assert (
+        clusters[before].run(train_and_save, url, addresses, sharded, 2, in_background) == expected_training
+    )
+    faults = s3_proxy.count_faults()
+    assert faults or fault in {"reset in downloads", "expired once"}
+    assert clusters[after].run(resume_and_train, url, addresses, sharded) == expected_rest
+    assert s3_proxy.count_faults() > faults or fault in {"reset in uploads", "expired once"}
+
+
+# Faults for good ---------------------------------------------------------------------------------
+
+LASTING = {
+    "no answer": (BlackHole(), "Check the network"),
+    "503": (Answer(), "Check the network"),
+    "expired": (EXPIRED, "Renew the credentials"),
+    "denied": (Answer(403, "AccessDenied", "Access Denied"), "Renew the credentials, or allow"),
+    "no bucket": (Answer(404, "NoSuchBucket", "The specified bucket does not exist"), "Create s3://"),
+}
+"""Faults that last, and the cure in the error."""
+
+
+def save_with_failure(url, addresses, on_error, in_background):
+    """Save, save without success under the same name and a new one, and load the first; return the errors."""
+    rank = int(os.environ.get("RANK", "0"))
+    with start_run(addresses[0], 5, sharded=False) as run:
+        run.accelerator.save_state(f"{url}/mine")
+        saved = [each.detach().tolist() for each in run.model.parameters()]
+        train_batch(run, next(iter(run.loader)))
+        errors, paths = [], []
+        with connect(run.accelerator, addresses[1], retry_s=0.5):
+            for name in ("mine", "new"):
+                try:
+                    paths.append(
+                        run.accelerator.save_state(
+                            f"{url}/{name}", async_save=in_background, on_error=on_error
+                        )
+                    )
+                    run.accelerator.wait_for_checkpoint()
+                except CheckpointError as error:
+                    errors.append(str(error))
+        with connect(run.accelerator, addresses[0]):
+            run.accelerator.load_state(f"{url}/mine")
+            names = run.accelerator._checkpoints._store.list(url) if rank == 0 else None
+        assert [each.detach().tolist() for each in run.model.parameters()] == saved
+        run.accelerator.backward(run.model(torch.ones(4, 3)).sum())  # training goes on
+        run.optimizer.step()
+        return errors, paths, names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("503", "all", False),
+        ("no answer", "one", True),
+        ("expired", "one", False),
+        ("denied", "all", True),
+        pytest.param(("no answer", "all", False), marks=pytest.mark.full),
+        pytest.param(("no bucket", "one", False), marks=pytest.mark.full),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def test_a_fault_that_lasts_is_one_error_with_a_cure_on_all_ranks_and_the_previous_checkpoint_is_kept(
+    clusters, s3_proxy, s3_url, case
+):
+    """The fault is on all ranks, or on the second one."""
+    fault, failing, in_background = case
+    kind, cure = LASTING[fault]
+    good, bad = ([s3_proxy.address(f"{name} {rank}") for rank in range(2)] for name in ("good", "bad"))
+    s3_proxy.inject(kind, client="bad 1")
+    if failing == "all":
+        s3_proxy.inject(kind, client="bad 0")
+    results = clusters[2].run(save_with_failure, s3_url, (good, bad), "raise", in_background)
+    errors = results[0][0]
+    assert len(errors) == 2
+    assert results[1][0] == errors
+    for error in errors:
+        assert cure in error, error
+        assert s3_url in error
+        assert len(error) < 900
+    assert results[0][2] == [f"{s3_url}/mine"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_failed_save_with_on_error_warn_is_a_warning_and_training_goes_on(
+    clusters, s3_proxy, s3_url, in_background
+):
+    good, bad = ([s3_proxy.address(f"{name} {rank}") for rank in range(2)] for name in ("good", "bad"))
+    s3_proxy.inject(Answer(), client="bad 1")
+    for errors, paths, names in clusters[2].run(
+        save_with_failure, s3_url, (good, bad), "warn", in_background
+    ):
+        assert errors == []
+        assert paths == ([f"{s3_url}/mine", f"{s3_url}/new"] if in_background else ["", ""])
+        assert names in ([f"{s3_url}/mine"], None)

@@ -1,0 +1,439 @@
+"""Submission of a job, which succeeds or leaves nothing behind; and previews, which change nothing."""
+
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from support.launchers.launch_specs import build_spec
+
+from accel_cli.errors import AccelError, UsageError
+from accel_cli.extensions.sagemaker import bundle, s3, submit
+from accel_cli.extensions.sagemaker.aws import Account
+from accel_cli.extensions.sagemaker.config import SageMaker
+from accel_cli.launchers.jobs import UnreachableError
+
+BUCKET = "sagemaker-us-east-1-123456789012"
+READS = {
+    "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
+    "sts:GetCallerIdentity",
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(aws, cwd, script, monkeypatch, tmp_path):
+    """A folder with a script, an account with a role, a separate temporary folder, and no network."""
+    script("pass")
+    aws.role()
+    for name in ("scratch", "cache"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bundle, "fetch_wheels", lambda *_: "")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    return cwd
+
+
+@pytest.fixture
+def plan(here):
+    from dataclasses import replace
+
+    def make(*args, detach=True, env=None, target="train.py", is_builtin=False, **options):
+        options = {"pytorch_version": "2.9", "instance_type": "ml.m5.large"} | options
+        job = build_spec(*args, env=env, target=target, is_builtin=is_builtin)
+        plan = SageMaker(**options).plan(job)
+        return replace(plan, job=replace(plan.job, detach=detach))
+
+    return make
+
+
+def objects(aws):
+    """Return the objects of every bucket, including unfinished uploads."""
+    s3 = aws.client("s3")
+    contents = {}
+    for bucket in [bucket["Name"] for bucket in s3.list_buckets()["Buckets"]]:
+        contents[bucket] = [item["Key"] for item in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
+        uploads = s3.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        contents[bucket] += [f"begun: {item['Key']}" for item in uploads]
+    return contents
+
+
+def jobs(aws):
+    return [
+        job["TrainingJobName"] for job in aws.client("sagemaker").list_training_jobs()["TrainingJobSummaries"]
+    ]
+
+
+def world(aws):
+    roles = [role["RoleName"] for role in aws.client("iam").list_roles()["Roles"]]
+    return objects(aws), jobs(aws), roles
+
+
+def scratch():
+    return list(Path(tempfile.gettempdir()).iterdir())
+
+
+def submitted(aws, plan, capfd):
+    """Submit a job, and return its description and the output."""
+    assert submit.submit(plan) == 0
+    out, err = capfd.readouterr()
+    assert scratch() == []
+    return aws.client("sagemaker").describe_training_job(TrainingJobName=out.strip()), err
+
+
+def body(aws, name, file):
+    return aws.client("s3").get_object(Bucket=BUCKET, Key=f"accel/{name}/bundle/{file}")["Body"].read()
+
+
+def test_a_job_is_uploaded_and_started(aws, plan, capfd):
+    description, output = submitted(aws, plan("--lr", "1e-4", "it's", "\udcff", env={"A": "b"}), capfd)
+    name = description["TrainingJobName"]
+    assert description["Environment"] == {"A": "b"}
+    assert (
+        description["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"]
+        == f"s3://{BUCKET}/accel/{name}/bundle/"
+    )
+    files = ["accel.tar.gz", "entry.py", "job.json", "source.tar.gz"]
+    assert objects(aws) == {BUCKET: [f"accel/{name}/bundle/{file}" for file in files]}
+    run = json.loads(body(aws, name, "job.json"))
+    assert (run["args"], run["target"]) == (["--lr", "1e-4", "it's", "\udcff"], "train.py")
+    assert f"bucket {BUCKET} is created" in output
+    assert f"accel jobs logs {name} -f" in output
+    assert f"https://console.aws.amazon.com/sagemaker/home?region=us-east-1#/jobs/{name}" in output
+
+
+def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
+    aws.client("s3", "eu-west-1").create_bucket(
+        Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
+    )
+    assert submit.submit(plan(region="eu-west-1", bucket="my-bucket", job_name="mine")) == 0
+    description = aws.client("sagemaker", "eu-west-1").describe_training_job(TrainingJobName="mine")
+    assert description["OutputDataConfig"]["S3OutputPath"] == "s3://my-bucket/accel/mine/output"
+    assert "is created" not in capfd.readouterr().err
+
+
+def test_a_builtin_module_uploads_no_source_folder(aws, plan, capfd, here):
+    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    description, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
+    assert len(body(aws, description["TrainingJobName"], "source.tar.gz")) < 200
+
+
+def test_a_preview_changes_nothing_on_aws(aws, plan):
+    before, calls = world(aws), len(aws.calls())
+    lines = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
+    assert set(aws.calls()[calls:]) <= READS
+    assert world(aws) == before
+    assert scratch() == []
+    for words in (
+        "account: 123456789012 in us-east-1, as arn:aws:sts::123456789012:",
+        "1 x ml.m5.large, for at most 1d, spot: including waits at most 1d 1h",
+        "role: arn:aws:iam::123456789012:role/trainer",
+        "  train: s3://bucket/x",
+        "(the bucket does not exist, and would be created)",
+        "train.py",
+        "nothing was sent or changed",
+    ):
+        assert words in lines
+
+
+def test_an_offline_preview_prints_the_request_without_calls_to_aws(aws, plan, monkeypatch, capfd):
+    calls = len(aws.calls())
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    request = json.loads(submit.preview(plan(job_name="mine", env={"A": "ä"}), offline=True))
+    assert len(aws.calls()) == calls
+    assert request["TrainingJobName"] == "mine"
+    assert request["RoleArn"] == "arn:aws:iam::<account>:role/<role>"
+    assert request["Environment"] == {"A": "ä"}
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_preview_reports_invalid_values(plan, offline):
+    with pytest.raises(UsageError, match=r"launcher\.tags") as caught:
+        submit.preview(plan(tags={"a": "x" * 300}), offline=offline)
+    assert "<account>" not in str(caught.value)
+    assert "RoleArn" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exclude": ["*.py"]}, "train.py is needed, but is not sent: git ignores it"),
+        ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.bin"),
+        ({"tags": {"a": "x" * 300}}, r"launcher\.tags"),
+        (
+            {"output_dir": "train.py", "detach": False},
+            r"Invalid launcher\.output_dir: train\.py is not a folder",
+        ),
+        ({"output_dir": "out", "job_name": "mine", "detach": False}, "out/mine exists already"),
+        ({"role": "nobody"}, "The account has no role 'nobody'"),
+    ],
+)
+def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, options, words):
+    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    (here / "out/mine").mkdir(parents=True)
+    before = world(aws)
+    with pytest.raises(UsageError, match=words):
+        submit.submit(plan(**options))
+    assert world(aws) == before
+    assert scratch() == []
+
+
+PASS = (
+    "User: arn:aws:iam::1:user/ann is not authorized to perform: iam:PassRole on resource: x because no "
+    "identity-based policy allows the iam:PassRole action"
+)
+FAULTS = [
+    ("s3:PutObject", {"kind": "denied"}, UsageError, "Cannot upload the files to s3://"),
+    ("s3:PutObject", {"kind": "denied", "after": 2}, UsageError, "Cannot upload the files to s3://"),
+    ("s3:PutObject", {"kind": "dropped", "times": None}, UnreachableError, "AWS does not answer"),
+    ("s3:PutObject", {"kind": "expired"}, UsageError, "have expired. Run aws sso login"),
+    ("s3:UploadPart", {"kind": "broken", "times": None, "after": 1}, UnreachableError, "AWS is too busy or has a problem"),
+    ("s3:CreateBucket", {"kind": "denied"}, UsageError, "Cannot create bucket sagemaker-"),
+    ("CreateTrainingJob", {"kind": "denied"}, UsageError, "user/ann is not authorized to perform: sagemaker:CreateTrainingJob"),
+    ("CreateTrainingJob", {"kind": "error", "code": "AccessDeniedException", "message": PASS}, UsageError, "is not authorized to perform: iam:PassRole"),
+    ("CreateTrainingJob", {"kind": "throttled", "times": None}, UnreachableError, "AWS is too busy or has a problem"),
+    ("CreateTrainingJob", {"kind": "broken", "times": None}, UnreachableError, "AWS is too busy or has a problem"),
+    ("CreateTrainingJob", {"kind": "dropped", "times": None}, UnreachableError, "AWS does not answer"),
+    ("CreateTrainingJob", {"kind": "expired"}, UsageError, "have expired"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "fault", "kind", "words"), FAULTS)
+def test_a_failed_submission_leaves_nothing_behind(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
+    Path("big.bin").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))
+    before = world(aws)
+    aws.fault(operation, **fault)
+    with pytest.raises(AccelError) as caught:
+        submit.submit(plan())
+    aws.ask("clear")
+    assert type(caught.value) is kind
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert world(aws) == before
+    assert scratch() == []
+
+
+def test_an_existing_bucket_is_kept_after_a_failure(aws, plan, here):
+    aws.bucket(BUCKET, theirs=b"x")
+    aws.fault("CreateTrainingJob", "denied")
+    with pytest.raises(UsageError, match=r"Nothing remains in S3\."):
+        submit.submit(plan())
+    assert objects(aws) == {BUCKET: ["theirs"]}
+
+
+def test_files_that_cannot_be_deleted_are_named_with_the_command_to_delete_them(aws, plan):
+    aws.fault("CreateTrainingJob", "expired")
+    aws.fault("s3:*", "expired", times=None, after=6)
+    with pytest.raises(UsageError) as caught:
+        submit.submit(plan(job_name="mine"))
+    aws.ask("clear")
+    assert f"Delete them: aws s3 rm --recursive s3://{BUCKET}/accel/mine/bundle/" in str(caught.value)
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def test_a_quota_of_zero_is_reported_with_a_link(aws, plan):
+    aws.settings(quota={"ml.m5.large": 0})
+    with pytest.raises(
+        UsageError, match=r"for training job usage. is 0 .*Request a higher quota at https://console"
+    ):
+        submit.submit(plan())
+    assert objects(aws) == {}
+
+
+def test_a_request_rejected_only_by_aws_leaves_nothing_behind(aws, plan):
+    words = r"AWS refused CreateTrainingJob with ValidationException: .*s3://not-there/x.* Nothing remains in S3\.$"
+    with pytest.raises(UsageError, match=words):
+        submit.submit(plan(inputs={"train": "s3://not-there/x"}))
+    assert (objects(aws), jobs(aws)) == ({}, [])
+
+
+@pytest.mark.parametrize("attempts", ["1", "3"])
+def test_a_job_with_a_lost_response_is_started_once(aws, plan, capfd, monkeypatch, attempts):
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)
+    aws.fault("CreateTrainingJob", "lost")
+    description, _ = submitted(aws, plan(), capfd)
+    assert jobs(aws) == [description["TrainingJobName"]]
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def test_an_unknown_outcome_is_reported_and_keeps_the_files(aws, plan):
+    for operation in ("CreateTrainingJob", "DescribeTrainingJob"):
+        aws.fault(operation, "dropped", times=None)
+    with pytest.raises(AccelError, match=r"It is unknown if the job started.*accel jobs status train-"):
+        submit.submit(plan())
+    aws.ask("clear")
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def create_job(aws, name, uri):
+    source = {"S3DataType": "S3Prefix", "S3Uri": uri}
+    channel = {"ChannelName": "accel", "DataSource": {"S3DataSource": source}}
+    aws.bucket("other", x=b"")
+    request = aws.request(
+        name, InputDataConfig=[channel], OutputDataConfig={"S3OutputPath": f"s3://{BUCKET}/x"}
+    )
+    aws.client("sagemaker").create_training_job(**request)
+
+
+@pytest.mark.parametrize("is_reader", [False, True])
+@pytest.mark.parametrize("is_retried", [False, True])
+def test_a_job_of_the_same_name_keeps_its_files(aws, plan, monkeypatch, is_reader, is_retried):
+    uri = f"s3://{BUCKET}/accel/mine/bundle/" if is_reader else "s3://other/x"
+    aws.bucket(BUCKET)
+    upload = submit.s3.upload_bundle
+
+    def upload_late(*args):
+        upload(*args)
+        create_job(aws, "mine", uri)
+        if is_retried:
+            aws.fault("CreateTrainingJob", "dropped")
+
+    monkeypatch.setattr(submit.s3, "upload_bundle", upload_late)
+    if is_retried and is_reader:
+        assert submit.submit(plan(job_name="mine")) == 0
+    else:
+        with pytest.raises(
+            UsageError, match="Cannot start job mine: a training job of this name exists already"
+        ):
+            submit.submit(plan(job_name="mine"))
+    assert len(objects(aws)[BUCKET]) == (4 if is_reader else 0)
+
+
+def interrupting(monkeypatch, event):
+    """Interrupt before, or after, the call that starts the job."""
+    client = submit.Account.client
+
+    def build_client(self, name):
+        built_client = client(self, name)
+        if name == "sagemaker":
+
+            def interrupt(**_):
+                raise KeyboardInterrupt
+
+            built_client.meta.events.register(f"{event}.sagemaker.CreateTrainingJob", interrupt)
+        return built_client
+
+    monkeypatch.setattr(submit.Account, "client", build_client)
+
+
+def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):
+    def broken_off(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundle, "fetch_wheels", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert capfd.readouterr().err.endswith("accel: The submission was interrupted. Nothing was sent.\n")
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+def test_ctrl_c_before_the_job_starts_leaves_nothing_behind(aws, plan, monkeypatch, capfd):
+    interrupting(monkeypatch, "before-call")
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    assert "no job was started. Nothing remains in S3." in capfd.readouterr().err
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
+def test_an_interrupt_is_raised_although_aws_does_not_answer(aws, plan, monkeypatch, capfd, error):
+    upload = submit.s3.upload_bundle
+
+    def interrupt(*args):
+        upload(*args)
+        aws.fault("DescribeTrainingJob", "dropped", times=None)
+        monkeypatch.setattr(submit.Account, "client", raise_once(submit.Account.client, error))
+
+    monkeypatch.setattr(submit.s3, "upload_bundle", interrupt)
+    with pytest.raises(type(error)) as caught:
+        submit.submit(plan(job_name="mine", region="us-east-1"))
+    aws.ask("clear")
+    assert caught.value is error
+    assert "It is unknown if the job started" in capfd.readouterr().err
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+def raise_once(client, error):
+    errors = [error]
+
+    def get(self, name):
+        if errors:
+            raise errors.pop()
+        return client(self, name)
+
+    return get
+
+
+def test_a_signal_handler_not_installed_by_python_becomes_the_default(monkeypatch):
+    install, calls = signal.signal, []
+
+    def record(number, handler):
+        calls.append(handler)
+        install(number, handler)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    monkeypatch.setattr(signal, "signal", record)
+    try:
+        with submit._raise_on_signals():
+            pass
+    finally:
+        for number, handler in before.items():
+            install(number, handler)
+    assert calls[2:] == [signal.SIG_DFL] * 2
+
+
+def test_ctrl_c_after_the_start_names_the_command_to_stop_the_job(aws, plan, monkeypatch, capfd):
+    interrupting(monkeypatch, "after-call")
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit(plan())
+    (name,) = jobs(aws)
+    assert f"job {name} has started already; accel jobs stop {name} stops it" in capfd.readouterr().err
+    assert len(objects(aws)[BUCKET]) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_upload_of_a_large_file_leaves_nothing_behind(aws, plan, monkeypatch, number):
+    Path("big.bin").write_bytes(os.urandom(30_000_000))
+    client, sent = submit.Account.client, []
+
+    def open_client(self, name):
+        opened = client(self, name)
+        if name == "s3":
+            opened.meta.events.register("before-call.s3.UploadPart", lambda **_: interrupt())
+        return opened
+
+    def interrupt():
+        sent.append(1)
+        if len(sent) == 1:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(submit.Account, "client", open_client)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        submit.submit(plan())
+    assert sent
+    assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
+
+
+def test_only_files_of_the_job_are_deleted_and_remaining_ones_are_named(aws):
+    account, folder = Account(), "accel/job-1/bundle"
+    aws.bucket(BUCKET, **{f"{folder}/{number}": b"" for number in range(5)}, **{f"{folder}s/kept": b""})
+    # As if S3 listed no more than two at once, of its thousand.
+    account.client("s3").meta.events.register(
+        "provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2}
+    )
+    assert s3.delete_prefix(account, BUCKET, folder, "123456789012") == "Nothing remains in S3."
+    assert objects(aws) == {BUCKET: [f"{folder}s/kept"]}
+
+    def refuse(parsed, **_):
+        parsed["Errors"] = [{"Key": f"{folder}s/kept", "Message": "Access Denied"}]
+
+    account.client("s3").meta.events.register("after-call.s3.DeleteObjects", refuse)
+    sentence = s3.delete_prefix(account, BUCKET, f"{folder}s", "123456789012")
+    assert f"{folder}s/kept: Access Denied). Delete them: aws s3 rm --recursive" in sentence
+    with pytest.raises(AssertionError):
+        s3.delete_prefix(account, BUCKET, "/", "123456789012")
