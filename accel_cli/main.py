@@ -15,9 +15,9 @@ from accel_cli import console
 from accel_cli.commands.command import Group
 from accel_cli.commands.completion import install_completion, prepare_bash, show_completion
 from accel_cli.commands.options import option
-from accel_cli.errors import AccelError, explain_os_error, explain_process_limit
-from accel_cli.launchers import Registry
+from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_process_limit
 from accel_cli.planning.options import normalize_option
+from accel_runtime.environment.registry import Registry
 
 __all__ = ["COMMANDS", "accel", "main"]
 
@@ -39,6 +39,7 @@ COMMANDS: Registry[click.Command] = Registry(
         "env": "accel_cli.commands.env:env",
     },
     group="accel.commands",
+    error=UsageError,
 )
 """The commands of `accel` by name; the module of each is imported when it is looked up."""
 

@@ -1,97 +1,29 @@
-"""The table of launchers, and its class, which `accel_cli.main` uses for commands too.
+"""The table of launchers.
 
 A new launcher is a module, and a line here or an entry point of its distribution.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from typing_extensions import override
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError
+from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from accel_cli.launchers.base import Launcher
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import LaunchOption
 
 __all__ = [
     "LAUNCHERS",
-    "Registry",
     "check_options",
     "describe_environment",
     "find_selected",
     "list_options",
     "suggest_launcher",
 ]
-
-Entry = TypeVar("Entry")
-
-
-class Registry(Mapping[str, Entry]):
-    """Entries by name: those of accel, and entry points of other packages.
-
-    Entry points are read only for a name that accel does not have, and to list all names: finding them takes as long
-    as importing a large package.
-    """
-
-    def __init__(self, locations: Mapping[str, str], group: str) -> None:
-        """Create a registry.
-
-        Args:
-            locations: The entries of accel, as `module:attribute`.
-            group: The group of entry points of other packages.
-        """
-        self.names = tuple(locations)
-        self._locations = dict(locations)
-        self._group = group
-
-    @override
-    def __getitem__(self, name: str) -> Entry:
-        if location := self._locations.get(name):
-            module, _, attribute = location.partition(":")
-            entry: Entry = getattr(importlib.import_module(module), attribute)
-        else:
-            entry = self._load(_find_entry_points(self._group)[name])
-        return entry
-
-    @override
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and (name in self._locations or name in _find_entry_points(self._group))
-
-    @override
-    def __iter__(self) -> Iterator[str]:
-        yield from self._locations
-        yield from (name for name in _find_entry_points(self._group) if name not in self._locations)
-
-    @override
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def _load(self, point: EntryPoint) -> Any:
-        try:
-            return point.load()
-        except Exception as error:
-            package = f"the package {point.dist.name}" if point.dist else "another package"
-            raise UsageError(
-                f"Cannot load {point.name!r} of {package} (entry point {self._group}: {point.value}): "
-                f"{type(error).__name__}: {error}. Update or uninstall that package."
-            ) from error
-
-
-@cache
-def _find_entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points of a group, by name."""
-    from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import
-
-    return {point.name: point for point in entry_points(group=group)}
-
 
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     {
@@ -106,6 +38,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
         "skypilot": "accel_cli.extensions.skypilot.config:SkyPilot",
     },
     group="accel.launchers",
+    error=UsageError,
 )
 """The class of each launcher, by the `kind` that chooses it."""
 

@@ -7,7 +7,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from accel_cli import launchers
+from accel_runtime.environment import registry
 
 __all__ = ["KIND", "PAGE", "importable", "install"]
 
@@ -43,11 +43,11 @@ def importable(site):
     """Install the distribution into a new folder, from which this process imports it."""
     install(site)
     sys.path.insert(0, str(site))
-    launchers._find_entry_points.cache_clear()
+    registry._find_entry_points.cache_clear()
     try:
         yield
     finally:
         sys.path.remove(str(site))
-        launchers._find_entry_points.cache_clear()
+        registry._find_entry_points.cache_clear()
         for module in ("background_launcher", "background_jobs"):
             sys.modules.pop(module, None)
