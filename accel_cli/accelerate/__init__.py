@@ -20,6 +20,7 @@ from accel_cli.accelerate.config import (
 )
 from accel_cli.accelerate.rules import (
     CLUSTER_KEYS,
+    ENGINE_KEYS,
     SAGEMAKER_KEYS,
     SECTIONS,
     Answer,
@@ -28,15 +29,12 @@ from accel_cli.accelerate.rules import (
     find_rule,
 )
 from accel_cli.errors import Problem, ProfileError, UsageError
-from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.profile import layers
 from accel_cli.profile.layers import Layer, nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
 from accel_runtime.environment.settings import find_nearest
-from accel_runtime.extensions.deepspeed.settings import KEYS as DEEPSPEED_KEYS
-from accel_runtime.extensions.deepspeed.settings import SECTIONS as DEEPSPEED_SECTIONS
 
 __all__ = [
     "Imported",
@@ -111,7 +109,7 @@ def wrap_deepspeed_file(path: Path) -> dict[str, Any] | None:
         sharding.DEEPSPEED.key: {sharding.DEEPSPEED_FILE.key: str(path)},
     }
     content = read_deepspeed_file(data, Path()) or {}
-    return data if content.keys() & {*DEEPSPEED_SECTIONS, *DEEPSPEED_KEYS} else None
+    return data if content.keys() & ENGINE_KEYS else None
 
 
 def name_keys_of_deepspeed_file(lines: Iterable[tuple[str, str]], file: Path) -> tuple[tuple[str, str], ...]:
@@ -193,8 +191,7 @@ def convert(
 def _check_deepspeed(profile: Mapping[str, Any], where: str) -> None:
     """Raise ProfileError if DeepSpeed's JSON file is invalid, or contradicts the other keys."""
     try:
-        resolved = layers.resolve([Layer(where, {**layers.flatten(profile)}, {"": where})])
-        apply_deepspeed_file(resolved)
+        layers.resolve([Layer(where, {**layers.flatten(profile)}, {"": where})]).complete_engine()
     except ProfileError:
         raise
     except UsageError as error:

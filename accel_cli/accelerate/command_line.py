@@ -19,7 +19,7 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.profile import yaml_io
-from accel_cli.profile.settings_sections import DeepSpeedSection
+from accel_cli.profile.settings_sections import ENGINE_SECTIONS
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 
@@ -505,7 +505,11 @@ def _add_deepspeed(
     """Add the keys of the section `deepspeed` that options change, compared to the file; return whether it is used."""
     if sharding.ZERO_STAGE.profile_key not in after.values:
         return False
-    defaults = {f"deepspeed.{key}": field.default for key, field in DeepSpeedSection.model_fields.items()}
+    defaults = {
+        f"{name}.{key}": field.default
+        for name in ENGINE_SECTIONS.names
+        for key, field in ENGINE_SECTIONS[name].model_fields.items()
+    }
     sources = {setting.profile_key: typed[name] for name, (_, setting) in options.items()}
     steps = sharding.GRADIENT_ACCUMULATION_STEPS.profile_key
     for key in (*defaults, steps):

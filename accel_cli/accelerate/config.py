@@ -15,7 +15,6 @@ from accel_runtime.environment.accelerate import launch, sagemaker, sharding
 from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Values
 from accel_runtime.environment.accelerate.sharding import Strategy
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
-from accel_runtime.extensions.deepspeed.settings import ZERO_3
 
 __all__ = [
     "SHARDING_TYPES",
@@ -388,7 +387,7 @@ class AccelerateConfig:
         if not self.keeps_deepspeed:
             return {}
         values = {sharding.ZERO_STAGE.profile_key: "auto" if self.names_deepspeed_file else self.zero_stage}
-        if self.zero_stage == ZERO_3 and parse_or(
+        if self.zero_stage == sharding.ZERO_3 and parse_or(
             "boolean", self.deepspeed_config.get(sharding.ZERO3_INIT.key), True
         ):
             values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too

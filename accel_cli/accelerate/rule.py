@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli.accelerate.config import AccelerateConfig, Parser, format_value, keep, normalize
+from accel_runtime.environment.accelerate.setting import Setting
 
-__all__ = ["EMPTY", "OFF", "Answer", "Rule", "drop", "dropped", "same", "sets", "take"]
+__all__ = ["EMPTY", "OFF", "Answer", "EngineRules", "Rule", "drop", "dropped", "same", "sets", "take"]
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,16 @@ def sets(values: Mapping[str, Any], note: str = "") -> Answer:
     """Return the answer for a key that sets values of the profile."""
     text = ", ".join(f"{key}: {format_value(key, value)}" for key, value in values.items())
     return Answer(f"{text} ({note})" if note else text, values=values)
+
+
+class EngineRules(NamedTuple):
+    """The rules of an engine."""
+
+    converted: Mapping[Setting, Rule]
+    """Those of settings whose result depends on other keys."""
+    section: str
+    """The key of Accelerate that names the file of the engine."""
+    file: Mapping[str, Rule]
+    """Those of the keys of that file; a key with no row has that of its section."""
+    keys: frozenset[str]
+    """Keys at the top of such a file."""

@@ -28,16 +28,25 @@ from accel_cli.accelerate.config import (
     parse_text,
     parse_texts,
 )
-from accel_cli.accelerate.rule import EMPTY, OFF, Answer, Rule, drop, dropped, same, sets, take
+from accel_cli.accelerate.rule import EMPTY, OFF, Answer, EngineRules, Rule, drop, dropped, same, sets, take
 from accel_cli.console import is_secret
-from accel_cli.extensions.deepspeed import accelerate_rules as deepspeed_rules
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
 from accel_runtime.environment.accelerate import launch, megatron, sagemaker, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
+from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import find_nearest
 
-__all__ = ["CLUSTER_KEYS", "SAGEMAKER_KEYS", "SECTIONS", "Answer", "Rule", "dropped", "find_rule"]
+__all__ = [
+    "CLUSTER_KEYS",
+    "ENGINE_KEYS",
+    "SAGEMAKER_KEYS",
+    "SECTIONS",
+    "Answer",
+    "Rule",
+    "dropped",
+    "find_rule",
+]
 
 
 # Launch settings, with `compute_environment: LOCAL_MACHINE`.
@@ -238,6 +247,15 @@ def _compile_with(setting: Setting) -> Rule:
 
 # The rules of all keys.
 
+ENGINE_RULES: Registry[EngineRules] = Registry(
+    {
+        "deepspeed": "accel_cli.extensions.deepspeed.accelerate_rules:RULES",
+    }
+)
+"""The rules of each engine's section in a config file."""
+_ENGINES = tuple(ENGINE_RULES[name] for name in ENGINE_RULES.names)
+ENGINE_KEYS = frozenset(key for engine in _ENGINES for key in engine.keys)
+"""Keys at the top of the files of engines."""
 _SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
 _CONVERTED: Mapping[Setting, Rule] = {
     # `no` is a value of the profile too.
@@ -259,7 +277,7 @@ _CONVERTED: Mapping[Setting, Rule] = {
     sharding.AUTO_WRAP_POLICY: Rule(_convert_wrap_policy),
     **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
     sharding.IGNORED_MODULES: Rule(_convert_ignored_modules, off=EMPTY),
-    **deepspeed_rules.CONVERTED,
+    **{setting: rule for engine in _ENGINES for setting, rule in engine.converted.items()},
     **{setting: _mesh_size(setting) for setting in _SIZES},
     launch.DYNAMO_SETTINGS[0]: Rule(_convert_backend, off=(*EMPTY, "no")),
     **{setting: _compile_with(setting) for setting in launch.DYNAMO_SETTINGS[1:]},
@@ -355,7 +373,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
 """The arguments in `additional_args`."""
 SECTIONS: Mapping[str, Mapping[str, Rule]] = {
     **{section.key: _build_section(section) for section in launch.SECTIONS},
-    sharding.DEEPSPEED_FILE.key: deepspeed_rules.DEEPSPEED_FILE,
+    **{engine.section: engine.file for engine in _ENGINES},
     sagemaker.ADDITIONAL_ARGUMENTS: _ARGUMENTS,
 }
 """The rules of each section; `*` is any other key."""

@@ -181,10 +181,8 @@ def validate(location: Location, file: Path | None) -> None:
     """Check a profile and report every mistake at once."""
     if file and location != Location():
         raise UsageError("Pass only one of FILE, --profile and --project.")
-    from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
-
     target = file or location.find_file()
-    apply_deepspeed_file(_check(target, _require_file(target, None if file else location)))
+    _check(target, _require_file(target, None if file else location)).complete_engine()
     console.note(f"{target} is valid")
 
 
@@ -219,7 +217,7 @@ def set_(location: Location, assignments: tuple[str, ...]) -> None:
         stack.append(layers.read_file(target, "file"))
     kind = layers.find_value(stack, "launcher.kind")
     assigned = layers.parse_assignments(assignments, "set", kind=kind).values
-    updates = layers.relate_deepspeed_file(assigned, target)
+    updates = layers.relate_files(assigned, target)
     _, removed = update_profile(store, target, updates, "set")
     for key in removed:
         console.note(f"removed {key}: launcher.kind {updates['launcher.kind']} does not have it")
@@ -331,8 +329,8 @@ def import_(location: Location, file: Path, force: bool, sharding: str | None) -
     if not store.is_accelerate_config(data):
         layer = layers.read_file(file, "file")
         layers.resolve([layer])
-        if layers.DEEPSPEED_FILE in layer.values:
-            text = edit_text(text, layers.to_data(layers.relate_deepspeed_file(layer.values, target)))
+        if layer.values.keys() & {*layers.FILE_KEYS}:
+            text = edit_text(text, layers.to_data(layers.relate_files(layer.values, target)))
         _write(target, text if _may_replace(target, text, force=force) else None)
         return
     imported = convert(
@@ -427,14 +425,13 @@ def _require_file(target: Path, location: Location | None = None) -> Path:
 
 def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]:
     """Return the effective profile, and its values with their sources by dotted key."""
-    from accel_cli.extensions.deepspeed.values import apply_deepspeed_file, list_effective_values
     from accel_cli.planning.options import Request
     from accel_cli.profile import planner
 
     machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={} if profile is None else {"profile": profile})
-    resolved = apply_deepspeed_file(planner.resolve(request, os.environ, machine))
-    values = list_effective_values(resolved)
+    resolved = planner.resolve(request, os.environ, machine).complete_engine()
+    values = resolved.effective_values
     del values["schema_version"]  # of a file, not of a run
     return resolved, values
 

@@ -131,27 +131,27 @@ def _launch(context: click.Context, request: Request) -> int:
         if "dry_run" in options and (preview := launcher.preview(plan, options)):
             console.plain(preview)
         return 0
-    _check_deepspeed_is_installed(resolved)
+    _check_engine_is_installed(resolved)
     if "quiet" not in options:
         console.note(format_headline(plan, resolved))
     return launcher.run(_add_details(plan, request, resolved))
 
 
-def _check_deepspeed_is_installed(resolved: Resolved) -> None:
-    """Raise if the processes run here and need DeepSpeed, which is missing."""
+def _check_engine_is_installed(resolved: Resolved) -> None:
+    """Raise if the processes run here and need an engine that is missing."""
     from importlib.util import find_spec
 
-    section, launcher = resolved.profile.deepspeed, resolved.profile.launcher
-    if not section.settings.is_used or launcher.location not in {"local", "pod"}:
+    engine, launcher = resolved.profile.settings.engine, resolved.profile.launcher
+    if engine is None or launcher.location not in {"local", "pod"}:
         return
-    spec = find_spec("deepspeed")
+    spec = find_spec(engine.package)
     # A folder of this name, as for JSON files, has no origin.
     if spec is None or spec.origin is None:
         from accel_runtime.environment.installation import format_install
 
         raise UsageError(
-            f"Cannot use deepspeed.stage: {section.stage}: DeepSpeed is not installed. Install it: "
-            f"{format_install('deepspeed', extra='deepspeed')}"
+            f"Cannot use {engine.key}: {engine.choice}: {engine.title} is not installed. Install it: "
+            f"{format_install(engine.package, extra=engine.package)}"
         )
 
 
@@ -173,7 +173,7 @@ def test(context: click.Context, /, **options: Any) -> None:
     )
     resolved, plan = planner.prepare(request, os.environ)
     console.note(format_headline(plan, resolved))
-    _check_deepspeed_is_installed(resolved)
+    _check_engine_is_installed(resolved)
     plan = _add_details(plan, request, resolved, is_quiet=True)
     context.exit(resolved.profile.launcher.run(plan))
 
@@ -329,11 +329,10 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
     """
     from dataclasses import asdict
 
-    from accel_cli.extensions.deepspeed.values import list_deepspeed_values, list_effective_values
     from accel_cli.planning.plan import join_for_bash
     from accel_runtime.environment.settings import Settings
 
-    values = list_effective_values(resolved) if resolved else {}
+    values = resolved.effective_values if resolved else {}
     given = {key: entry for key, entry in values.items() if entry[1] != _DEFAULT}
     lines = [*_format_values("set", given)] if resolved else []
     lines += [f"launcher: {plan.launcher}", f"start: {_format_processes(plan)}", f"device: {plan.device}"]
@@ -360,8 +359,8 @@ def format_plan(plan: Plan, resolved: Resolved | None) -> str:
         lines += plan.job.describe()
     if resolved:
         lines += _format_values("defaults", {key: entry for key, entry in values.items() if key not in given})
-    if resolved and resolved.deepspeed:
-        lines.append("configuration of DeepSpeed:")
-        for path, (value, source) in list_deepspeed_values(resolved.deepspeed).items():
+    if resolved and (section := resolved.profile.engine) and resolved.engine:
+        lines.append(f"configuration of {section.settings.title}:")
+        for path, (value, source) in section.list_configuration(resolved.engine).items():
             lines.append(f"  {path}: {value}  [{source}]")
     return "\n".join(lines)

@@ -201,10 +201,10 @@ class Launcher(Section):
         Raises:
             UsageError: The settings shard models.
         """
-        if settings.deepspeed.is_used and not self.supports_sharding:
+        if (engine := settings.engine) and not self.supports_sharding:
             raise UsageError(
-                f"Cannot use deepspeed.stage: {settings.deepspeed.stage} with launcher.kind: {self.kind}: DeepSpeed does not support "
-                "its device. Remove the section deepspeed, or choose another launcher."
+                f"Cannot use {engine.key}: {engine.choice} with launcher.kind: {self.kind}: {engine.title} does not support its "
+                f"device. Remove the section {engine.name}, or choose another launcher."
             )
         if not (self.supports_sharding or (settings.parallel.plain and settings.fully_shard == FullyShard())):
             raise UsageError(

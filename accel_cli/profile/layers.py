@@ -22,17 +22,17 @@ from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import drop_repeated_lists, explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
+from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import (
     Settings,
     SettingsError,
-    find_deepspeed_conflict,
+    find_engine_conflict,
     variable_name,
 )
-from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
 
 __all__ = [
     "CONFIG_FILE",
-    "DEEPSPEED_FILE",
+    "FILE_KEYS",
     "Layer",
     "Resolved",
     "complete_path",
@@ -43,7 +43,7 @@ __all__ = [
     "read_environment",
     "read_file",
     "read_layers",
-    "relate_deepspeed_file",
+    "relate_files",
     "relate_path",
     "resolve",
     "to_data",
@@ -52,8 +52,8 @@ __all__ = [
 
 CONFIG_FILE = "--config-file"
 """The name of the layer of a config file of Accelerate."""
-DEEPSPEED_FILE = "deepspeed.config_file"
-"""The key that is a path relative to the file with it."""
+FILE_KEYS = tuple(f"{name}.{ENGINES[name].file}" for name in ENGINES.names)
+"""The keys that are paths relative to the file with them."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,27 @@ class Resolved:
     """The layers that set values, the weakest first."""
     sources: Mapping[str, str]
     """The layer and location of each dotted key that a layer sets."""
-    deepspeed: DeepSpeedConfig | None = None
-    """The configuration of DeepSpeed, with the JSON file; None if DeepSpeed is not used, or the file has not been read."""
+    engine: Any = None
+    """The `EngineConfig`, with the file of the engine; None if no engine is used, or the file has not been read."""
 
     @property
     def values(self) -> dict[str, Any]:
         """The value of every key, by dotted key."""
         return flatten(self.profile.model_dump())
+
+    @property
+    def effective_values(self) -> dict[str, tuple[Any, str]]:
+        """The effective value of every key with its source; keys of an engine have those of its file."""
+        values = {key: (value, self.get_source(key)) for key, value in self.values.items()}
+        return values | dict(self.profile.engine.list_file_values(self)) if self.profile.engine else values
+
+    def complete_engine(self) -> Resolved:
+        """Return a profile with the configuration of its engine, and the values that the file of the engine decides.
+
+        Raises:
+            UsageError: The file cannot be read, is invalid, or contradicts the profile.
+        """
+        return self.profile.engine.complete(self) if self.profile.engine else self
 
     def get_source(self, key: str) -> str:
         """Return the source of a key's value."""
@@ -144,8 +158,9 @@ def read_file(path: Path, name: str) -> Layer:
     document = store.read(path)
     values = flatten(document.data)
     values.pop("schema_version", None)
-    if isinstance(file := values.get(DEEPSPEED_FILE), str):
-        values[DEEPSPEED_FILE] = complete_path(file, path.parent)
+    for key in FILE_KEYS:
+        if isinstance(file := values.get(key), str):
+            values[key] = complete_path(file, path.parent)
     where = {key: f"{path}:{line}" for key, line in document.lines.items()}
     return Layer(name, values, where | {"": str(path)}, document.problems)
 
@@ -163,10 +178,10 @@ def relate_path(path: str, target: Path) -> str:
     return str(full.relative_to(folder)) if full.is_relative_to(folder) else str(full)
 
 
-def relate_deepspeed_file(values: Mapping[str, Any], target: Path) -> dict[str, Any]:
-    """Return values that are written into a file, with the path of DeepSpeed's JSON file as seen from it."""
-    path = values.get(DEEPSPEED_FILE)
-    return {**values, DEEPSPEED_FILE: relate_path(path, target)} if isinstance(path, str) else {**values}
+def relate_files(values: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    """Return values that are written into a file, with the paths of engines' files as seen from it."""
+    paths = {key: values[key] for key in FILE_KEYS if isinstance(values.get(key), str)}
+    return {**values, **{key: relate_path(path, target) for key, path in paths.items()}}
 
 
 def read_environment(environ: Mapping[str, str]) -> Layer:
@@ -189,7 +204,7 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
         )
     values, where = {}, {}
     for section in ("", *SETTINGS_SECTIONS):
-        part = getattr(settings, section) if section else settings
+        part = settings.get_section(section) if section else settings
         for each in fields(part):
             key = f"{section}.{each.name}" if section else each.name
             variable = variable_name(key.replace(".", "_"))
@@ -270,20 +285,23 @@ def resolve(layers: Iterable[Layer]) -> Resolved:
         profile = Profile.model_validate(nest(values))
     except ValidationError as error:
         raise ProfileError(problems + explain(error, where)) from None
-    if problems or (problems := _find_deepspeed_problems(profile, where)):
+    if problems or (problems := _find_engine_problems(profile, where)):
         raise ProfileError(problems)
     return Resolved(profile, layers, {key: sources[key] for key in values})
 
 
-def _find_deepspeed_problems(profile: Profile, where: Mapping[str, str]) -> list[Problem]:
-    """Return the problem of a key that DeepSpeed excludes."""
-    conflict = find_deepspeed_conflict(profile.settings)
-    if conflict is None:
+def _find_engine_problems(profile: Profile, where: Mapping[str, str]) -> list[Problem]:
+    """Return the problem of a key that the engine excludes."""
+    settings = profile.settings
+    engine, conflict = settings.engine, find_engine_conflict(settings)
+    if engine is None or conflict is None:
         return []
-    key, stage = conflict.key, profile.deepspeed.stage
+    key = conflict.key
     shown = yaml_io.inline(list(conflict.value) if isinstance(conflict.value, tuple) else conflict.value)
-    by = where.get("deepspeed.stage", "the profile")
-    reason = f"cannot be {shown} with deepspeed.stage: {stage} ({by}): {conflict.reason}. Remove one of them"
+    by = where.get(engine.key, "the profile")
+    reason = (
+        f"cannot be {shown} with {engine.key}: {engine.choice} ({by}): {conflict.reason}. Remove one of them"
+    )
     return [Problem(where.get(key, where[""]), key, reason)]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from accel_cli import console, launchers
 from accel_cli.errors import UsageError
-from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
@@ -36,16 +35,16 @@ from accel_runtime.environment.accelerate.export import (
     select_file_variables,
 )
 from accel_runtime.environment.cgroup import count_cpus
+from accel_runtime.environment.engines import EngineConfig
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
     Settings,
     SettingsError,
     check_layout,
-    find_deepspeed_conflict,
+    find_engine_conflict,
     find_nearest,
 )
-from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig, read_deepspeed_config
 
 __all__ = [
     "build_plan",
@@ -84,7 +83,7 @@ def prepare(
     """Return the resolved profile and the plan of a request, for this machine unless another one is given."""
     machine = machine or detect_machine(environ, cpu="cpu" in request.options)
     resolved, node_layout = _resolve(request, environ, machine)
-    resolved = apply_deepspeed_file(resolved)
+    resolved = resolved.complete_engine()
     profile, launcher = resolved.profile, resolved.profile.launcher
     option_values = _get_launcher_options(request)
     if option_values:
@@ -453,14 +452,14 @@ def build_plan(
 ) -> Plan:
     """Return the plan of a launch, with the layout of models; `of_file` are variables of a config file of Accelerate."""
     launcher.check_layout(spec.settings)
-    deepspeed = _read_deepspeed(spec.settings)
+    engine = _read_engine(spec.settings)
     if not launcher.may_share_files:
         spec = replace(spec, settings=replace(spec.settings, shared_files=False))
-    plan = launcher.plan(_locate_deepspeed_file(launcher, spec))
+    plan = launcher.plan(_locate_engine_file(launcher, spec))
     world_sizes = launcher.get_world_sizes(spec, plan)
-    if deepspeed:
-        _check_deepspeed_device(spec, plan)
-        plan = replace(plan, layout=deepspeed.summary)
+    if engine:
+        _check_engine_device(spec, plan)
+        plan = replace(plan, layout=engine.summary)
     elif launcher.supports_sharding:
         layouts = _compute_layouts(spec, world_sizes)
         plan = replace(plan, layout=_format_layout(spec, layouts, is_known=bool(world_sizes)))
@@ -469,44 +468,42 @@ def build_plan(
     )
 
 
-def _read_deepspeed(settings: Settings) -> DeepSpeedConfig | None:
-    """Return the configuration of DeepSpeed; None if it is not used."""
-    if not settings.deepspeed.is_used:
-        return None
+def _read_engine(settings: Settings) -> EngineConfig | None:
+    """Return the configuration of the engine; None if none is used."""
     try:
-        return read_deepspeed_config(settings.deepspeed)
+        return settings.engine.read_config() if settings.engine else None
     except SettingsError as error:
         raise UsageError(str(error)) from None
 
 
-def _check_deepspeed_device(spec: LaunchSpec, plan: Plan) -> None:
-    """Raise if the device that was detected is not one of DeepSpeed's."""
-    if conflict := find_deepspeed_conflict(replace(spec.settings, device=plan.device)):  # type: ignore[arg-type]
+def _check_engine_device(spec: LaunchSpec, plan: Plan) -> None:
+    """Raise if the device that was detected is not one of the engine's."""
+    engine, conflict = spec.settings.engine, find_engine_conflict(replace(spec.settings, device=plan.device))  # type: ignore[arg-type]
+    if engine and conflict:
         raise UsageError(
-            f"Cannot use deepspeed.stage: {spec.settings.deepspeed.stage} with {conflict.key}: {spec.settings.device}, which is "
-            f"{plan.device} here: {conflict.reason}. Use --cpu, or remove the section deepspeed."
+            f"Cannot use {engine.key}: {engine.choice} with {conflict.key}: {spec.settings.device}, which is {plan.device} here: "
+            f"{conflict.reason}. Use --cpu, or remove the section {engine.name}."
         )
 
 
-def _locate_deepspeed_file(launcher: Launcher, spec: LaunchSpec) -> LaunchSpec:
-    """Return a launch with the path of DeepSpeed's JSON file as seen from the working folder of its nodes.
+def _locate_engine_file(launcher: Launcher, spec: LaunchSpec) -> LaunchSpec:
+    """Return a launch with the path of the engine's file as seen from the working folder of its nodes.
 
     Raises:
         UsageError: The launcher sends a folder that the file is not in.
     """
-    deepspeed, here = spec.settings.deepspeed, Path.cwd().resolve()
-    if not deepspeed.config_file or spec.is_builtin:
+    engine, here = spec.settings.engine, Path.cwd().resolve()
+    if engine is None or not engine.path or spec.is_builtin:
         return spec
-    path, folder = Path(deepspeed.config_file).resolve(), launcher.sent_folder
+    path, folder = Path(engine.path).resolve(), launcher.sent_folder
     if folder is not None and not path.is_relative_to(source := Path(folder).resolve()):
         raise UsageError(
-            f"Cannot send {path} (deepspeed.config_file): it is not in {source}, the folder that is sent. Copy it there, or set "
-            "the keys of deepspeed instead of a file."
+            f"Cannot send {path} ({engine.name}.{engine.file}): it is not in {source}, the folder that is sent. Copy it there, or "
+            f"set the keys of {engine.name} instead of a file."
         )
     if folder is None and not (launcher.has_own_folder and path.is_relative_to(here)):
         return spec
-    located = replace(deepspeed, config_file=os.path.relpath(path, here))
-    return replace(spec, settings=replace(spec.settings, deepspeed=located))
+    return replace(spec, settings=spec.settings.with_engine(engine.move(os.path.relpath(path, here))))
 
 
 def _export_to_accelerate(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +14,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializeAsAny,
+    create_model,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaValidator, core_schema
@@ -24,11 +25,13 @@ from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine
 from accel_cli.profile.settings_sections import (
+    ENGINE_SECTIONS,
     CompileSection,
-    DeepSpeedSection,
+    EngineSection,
     FullyShardSection,
     ParallelSection,
 )
+from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import Device, LogLevel, MixedPrecision, ProcessGroupBackend, Settings
 
 __all__ = [
@@ -48,7 +51,7 @@ SETTINGS_SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {
         "parallel": ParallelSection,
         "fully_shard": FullyShardSection,
-        "deepspeed": DeepSpeedSection,
+        **{name: ENGINE_SECTIONS[name] for name in ENGINE_SECTIONS.names},
         "compile": CompileSection,
     }
 )
@@ -101,8 +104,8 @@ def _build_union(launchers: Mapping[str, type[Launcher]]) -> CoreSchema:
     return core_schema.tagged_union_schema(choices, discriminator="kind")
 
 
-class Profile(Section):
-    """Settings for running scripts on this machine."""
+class _Settings(Section):
+    """The keys before the sections of engines."""
 
     schema_version: Annotated[
         Literal[1],
@@ -197,12 +200,28 @@ class Profile(Section):
     fully_shard: Annotated[
         FullyShardSection, Field(description="Options of sharding, used if `parallel.dp_shard` is not 1.")
     ] = FullyShardSection()
-    deepspeed: Annotated[
-        DeepSpeedSection,
-        Field(
-            description="Options of DeepSpeed's ZeRO, used if `deepspeed.stage` is not `no`; it replaces `parallel` and `fully_shard`."
-        ),
-    ] = DeepSpeedSection()
+
+
+if TYPE_CHECKING:
+    _EngineSections = _Settings
+else:
+    _EngineSections = create_model(
+        "_EngineSections",
+        __base__=_Settings,
+        **{
+            name: (
+                ENGINE_SECTIONS[name],
+                Field(default=ENGINE_SECTIONS[name](), description=ENGINE_SECTIONS[name].summary),
+            )
+            for name in ENGINE_SECTIONS.names
+        },
+    )
+    """The keys up to the sections of engines."""
+
+
+class Profile(_EngineSections):
+    """Settings for running scripts on this machine."""
+
     compile: Annotated[
         CompileSection,
         Field(
@@ -224,8 +243,16 @@ class Profile(Section):
     def settings(self) -> Settings:
         """The settings that the processes receive."""
         sections = {name: getattr(self, name).settings for name in SETTINGS_SECTIONS}
+        engines = tuple(sections[name] for name in ENGINES.names)
         names = {field.name for field in fields(Settings)} & set(Profile.model_fields)
-        return Settings(**{name: sections.get(name, getattr(self, name)) for name in names})
+        return Settings(**{name: sections.get(name, getattr(self, name)) for name in names}, engines=engines)
+
+    @property
+    def engine(self) -> EngineSection | None:
+        """The section of the engine that trains models; None if torch does."""
+        engine = self.settings.engine
+        section: EngineSection | None = getattr(self, engine.name) if engine else None
+        return section
 
     def data(self) -> dict[str, Any]:
         """Return the profile as plain data, without unset and empty values, and defaults of the sections of settings."""

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.extensions.deepspeed.values import apply_deepspeed_file
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning import machine
@@ -186,8 +185,8 @@ def _ask_all(
             answer, values = _BACK, {}
             try:
                 values = steps.build_values(answers, existing)
-                apply_deepspeed_file(layers.resolve([Layer("these answers", values, {"": "these answers"})]))
-                values = layers.relate_deepspeed_file(values, target)
+                layers.resolve([Layer("these answers", values, {"": "these answers"})]).complete_engine()
+                values = layers.relate_files(values, target)
             except AccelError as error:
                 values = {}
                 console.note(f"{str(error).rstrip('.')}. Change the last answer, or go back.")

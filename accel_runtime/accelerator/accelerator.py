@@ -71,7 +71,6 @@ from accel_runtime.training.scheduler import PreparedScheduler
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedPlugin
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
 
 __all__ = ["Accelerator", "DetachedAccelerator"]
@@ -151,8 +150,8 @@ class Accelerator(ProcessMethods):
         dispatch_batches: bool | None = None,
         parallelism_config: ParallelismConfig | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
-        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugin: Any = None,
+        deepspeed_plugins: Any = None,
         fp16: bool | None = None,
         throughput: str | Callable[[Any], int] | Literal[True] | None = None,
     ) -> None:
@@ -176,7 +175,7 @@ class Accelerator(ProcessMethods):
                 kwargs_handlers=kwargs_handlers,
                 parallelism_config=parallelism_config,
                 fsdp_plugin=fsdp_plugin,
-                deepspeed_plugin=_choose_plugin(deepspeed_plugin, deepspeed_plugins),
+                engine_plugin=_choose_plugin(deepspeed_plugin, deepspeed_plugins),
                 project_config=project_config,
                 throughput=throughput,
             ),
@@ -1158,7 +1157,7 @@ class Accelerator(ProcessMethods):
         return self.mixed_precision != "no"
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> Any:
         """Return the selected options of DeepSpeed; None without DeepSpeed."""
         return self._state.deepspeed_plugin
 

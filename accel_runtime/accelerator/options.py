@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
+from accel_runtime.environment.engines import ENGINES, find_engine
 from accel_runtime.environment.settings import (
     Compile,
     FullyShard,
@@ -25,12 +26,6 @@ from accel_runtime.environment.settings import (
     variable_name,
 )
 from accel_runtime.environment.throughput import build_token_counter
-from accel_runtime.extensions.deepspeed.settings import (
-    DeepSpeed,
-    ZeroStage,
-    state_accumulation,
-    state_precision,
-)
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     Configuration,
@@ -52,8 +47,8 @@ from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 
 if TYPE_CHECKING:
     from accel_runtime.environment.accelerate import Equivalent, Translation
+    from accel_runtime.environment.engines import EngineOptions
     from accel_runtime.environment.settings import CompileMode
-    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
     from accel_runtime.parallel.strategy import Strategy
 
@@ -116,7 +111,7 @@ class Arguments:
     kwargs_handlers: list[KwargsHandler] | None
     parallelism_config: ParallelismConfig | None
     fsdp_plugin: FullyShardedDataParallelPlugin | None
-    deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
+    engine_plugin: Any
     project_config: ProjectConfiguration | None
     throughput: str | Callable[[Any], int] | Literal[True] | None
 
@@ -148,10 +143,10 @@ class RunOptions:
             from accel_runtime.parallel.plugins import merge_settings  # noqa: PLC0415 - slow to import
 
             self.settings = merge_settings(self._initial, self.parallelism_config, self.fsdp_plugin)
-        self.deepspeed: DeepSpeedOptions | None = None
-        """The configuration of DeepSpeed; None if it is not used."""
-        if arguments.deepspeed_plugin is not None or self._initial.deepspeed.is_used:
-            self._set_deepspeed(arguments, precision)
+        self.engine: EngineOptions | None = None
+        """The options of the engine; None if torch trains models."""
+        if arguments.engine_plugin is not None or self._initial.engine:
+            self._set_engine(arguments, precision)
         self._plugin_options: FullyShard | None = None
         """The options of the plugin when they were read last."""
         self.handlers = find_handlers(arguments.kwargs_handlers, _HANDLER_TYPES)
@@ -193,7 +188,7 @@ class RunOptions:
             "device": arguments.cpu,
             "parallel": self.parallelism_config is not None,
             "fully_shard": self.fsdp_plugin is not None,
-            "deepspeed": arguments.deepspeed_plugin is not None,
+            **dict.fromkeys(ENGINES.names, arguments.engine_plugin is not None),
             "gradient": arguments.gradient_accumulation_plugin is not None
             or (arguments.gradient_accumulation_steps != 1 and not self.accelerate.arguments),
             "compile": dynamo is not None,
@@ -201,37 +196,28 @@ class RunOptions:
             "store_every": self.project.store_every is not None,
         }
 
-    def _set_deepspeed(self, arguments: Arguments, precision: MixedPrecision | None) -> None:
-        """Read the configuration of DeepSpeed, and take number format and accumulation from it if nothing else states them."""
+    def _set_engine(self, arguments: Arguments, precision: MixedPrecision | None) -> None:
+        """Read the options of the engine, and take number format and accumulation from it if nothing else states them."""
+        engine = self._initial.engine or find_engine(arguments.engine_plugin)
         if not self.settings.parallel.plain:
             raise ValueError(
-                "DeepSpeed and parallel: shard models in different ways. Use one: deepspeed.stage, or parallel: with fully_shard."
+                f"{engine.title} and parallel: shard models in different ways. Use one: {engine.key}, or parallel: with fully_shard."
             )
-        stated: dict[str, tuple[Any, str]] = {}
-        if (name := precision or self._initial.mixed_precision) != "no":
-            stated |= state_precision(None, name, "mixed_precision")
         steps = arguments.gradient_accumulation_steps
         if arguments.gradient_accumulation_plugin is not None:
             steps = arguments.gradient_accumulation_plugin.num_steps or 1
         steps = steps if steps != 1 else self._initial.gradient_accumulation_steps
-        if steps != 1:
-            stated |= state_accumulation(steps, "gradient_accumulation_steps")
-        from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions  # noqa: PLC0415 - imported where it is chosen
-
-        self.deepspeed = DeepSpeedOptions.build(arguments.deepspeed_plugin, self._initial.deepspeed, stated)
-        config = self.deepspeed.config
-        zero3_init = self.deepspeed.plugin.is_zero3_init_enabled()
-        section = DeepSpeed(stage=cast("ZeroStage", str(config.stage)), zero3_init=zero3_init)
+        self.engine = engine.build_options(
+            arguments.engine_plugin, precision or self._initial.mixed_precision, steps
+        )
+        config = self.engine.config
         self._initial = replace(
             self._initial,
-            deepspeed=self._initial.deepspeed if self._initial.deepspeed.is_used else section,
             mixed_precision=config.mixed_precision or self._initial.mixed_precision,
-            gradient_accumulation_steps=config.get("gradient_accumulation_steps", steps),
-        )
-        self.settings = replace(
-            self.settings,
-            deepspeed=replace(self._initial.deepspeed, zero3_init=zero3_init),
-            mixed_precision=self._initial.mixed_precision,
+            gradient_accumulation_steps=config.accumulation_steps or steps,
+        ).with_engine(self.engine.section)
+        self.settings = replace(self.settings, mixed_precision=self._initial.mixed_precision).with_engine(
+            self.engine.section
         )
 
     def complete(self, num_processes: int) -> None:
@@ -320,8 +306,8 @@ class RunOptions:
 
     def read_plugin(self, strategy: Strategy) -> None:
         """Read the options of sharding as they are now: scripts and libraries assign to the plugin until `prepare`."""
-        if self.deepspeed is not None and self.deepspeed.read_plugin():
-            strategy.set_deepspeed(self.deepspeed.config)
+        if self.engine is not None and self.engine.read_plugin():
+            strategy.set_engine(self.engine.config)
         if self.fsdp_plugin is None or not self.settings.parallel.shards:
             return
         options = self.fsdp_plugin.fully_shard(self._initial.fully_shard)

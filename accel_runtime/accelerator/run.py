@@ -109,7 +109,7 @@ class Run:
         Raises:
             ValueError: If an option is not supported by the strategy of the run.
         """
-        config = None if options.deepspeed is None else options.deepspeed.config
+        config = None if options.engine is None else options.engine.config
         strategy = choose_strategy(backend, options.settings, config)
         check_model_parallel_ranks(backend)
         strategy.check_options(options.ddp_options, options.settings.mixed_precision)

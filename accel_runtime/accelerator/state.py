@@ -29,7 +29,7 @@ from accel_runtime.training.accumulation import Accumulation
 
 if TYPE_CHECKING:
     from accel_runtime.accelerator.run import Run
-    from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin
+    from accel_runtime.environment.engines import EngineOptions
 
 __all__ = [
     "AcceleratorState",
@@ -404,14 +404,14 @@ class AcceleratorState(StateView):
                 "fsdp_plugin": options.fsdp_plugin,
                 "parallelism_config": options.parallelism_config,
             },
-            _deepspeed=options.deepspeed,
+            _engine=options.engine,
         )
         return state
 
     _distributed_type: DistributedType
     _mixed_precision: MixedPrecision
     _plugins: Mapping[str, Any]
-    _deepspeed: DeepSpeedOptions | None
+    _engine: EngineOptions | None
 
     @property
     @override
@@ -435,22 +435,22 @@ class AcceleratorState(StateView):
         return self._plugins["fsdp_plugin"]
 
     @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+    def deepspeed_plugin(self) -> Any:
         """Return the selected options of DeepSpeed; None without DeepSpeed."""
-        return None if self._deepspeed is None else self._deepspeed.plugin
+        return None if self._engine is None else self._engine.plugin
 
     @property
-    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
+    def deepspeed_plugins(self) -> dict[str, Any] | None:
         """Return all options of DeepSpeed by name; None without DeepSpeed."""
-        return None if self._deepspeed is None else self._deepspeed.plugins
+        return None if self._engine is None else self._engine.plugins
 
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+    def get_deepspeed_plugin(self, name: str) -> Any:
         """Return the options of DeepSpeed with a name.
 
         Raises:
             ValueError: DeepSpeed is not in use, or has no options of this name.
         """
-        plugins = self._require_deepspeed().plugins
+        plugins = self._require_engine().plugins
         if name not in plugins:
             raise ValueError(
                 f"Invalid name of a DeepSpeedPlugin {name!r}: expected one of {', '.join(plugins)}."
@@ -463,15 +463,15 @@ class AcceleratorState(StateView):
         Raises:
             ValueError: DeepSpeed is not in use, or has no options of this name.
         """
-        self._require_deepspeed().select(name)
+        self._require_engine().select(name)
 
-    def _require_deepspeed(self) -> DeepSpeedOptions:
-        if self._deepspeed is None:
+    def _require_engine(self) -> EngineOptions:
+        if self._engine is None:
             raise ValueError(
                 "DeepSpeed is not in use: there is no plugin to get or select. Set deepspeed.stage in the profile, or pass "
                 "Accelerator(deepspeed_plugin=...)."
             )
-        return self._deepspeed
+        return self._engine
 
     @property
     def parallelism_config(self) -> Any:

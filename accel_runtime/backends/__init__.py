@@ -59,9 +59,9 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
             "launcher.kind: xla with spmd: true does, or unset ACCEL_SPMD."
         )
     if settings.device == "xla":
-        if settings.deepspeed.is_used:
+        if engine := settings.engine:
             raise ValueError(
-                "deepspeed: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
+                f"{engine.name}: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
                 "devices of a machine."
             )
         if not settings.parallel.plain:
@@ -77,7 +77,7 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     device = _select_device(settings.device, topology, backend)
     runtime = DeviceRuntime(device)
     # Shards need the collectives of torch on one process too.
-    if topology.world_size > 1 or not settings.parallel.plain or settings.deepspeed.is_used:
+    if topology.world_size > 1 or not settings.parallel.plain or settings.engine:
         return DistributedBackend(topology, runtime, settings, options or {})
     return (
         SingleRank(topology, runtime, settings, options or {})

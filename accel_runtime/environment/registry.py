@@ -26,13 +26,13 @@ class Registry(Mapping[str, Entry]):
     """
 
     def __init__(
-        self, locations: Mapping[str, str], group: str, error: type[Exception] = ImportError
+        self, locations: Mapping[str, str], group: str = "", error: type[Exception] = ImportError
     ) -> None:
         """Create a registry.
 
         Args:
             locations: The entries of accel, as `module:attribute`.
-            group: The group of entry points of other packages.
+            group: The group of entry points of other packages; empty if they cannot add any.
             error: Raised for an entry point that cannot be loaded.
         """
         self.names = tuple(locations)
@@ -78,4 +78,4 @@ def _find_entry_points(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group, by name."""
     from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import
 
-    return {point.name: point for point in entry_points(group=group)}
+    return {point.name: point for point in entry_points(group=group)} if group else {}

@@ -9,10 +9,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_type_hints
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from accel_runtime.environment.accelerate import Translation, decode_variables, translate
+from accel_runtime.environment.engines import ENGINES, Engine, EngineConflict, list_engines
 from accel_runtime.environment.layouts import (
     FullyShard,
     Number,
@@ -21,7 +22,6 @@ from accel_runtime.environment.layouts import (
     check_layout,
     read_switch,
 )
-from accel_runtime.extensions.deepspeed.settings import DeepSpeed, ZeroStage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,6 @@ __all__ = [
     "TRUSTED_PROJECTS",
     "Compile",
     "CompileMode",
-    "DeepSpeed",
     "Device",
     "FullyShard",
     "LogLevel",
@@ -67,11 +66,10 @@ __all__ = [
     "ProcessGroupBackend",
     "Settings",
     "SettingsError",
-    "ZeroStage",
     "__version__",
     "accelerate_variables",
     "check_layout",
-    "find_deepspeed_conflict",
+    "find_engine_conflict",
     "find_nearest",
     "find_rank_process",
     "find_user_variables",
@@ -285,10 +283,25 @@ class Settings:
     """Sizes of the layout: `ACCEL_PARALLEL_DP_SHARD` and so on."""
     fully_shard: FullyShard = field(default_factory=FullyShard)
     """Options of `fully_shard`: `ACCEL_FULLY_SHARD_WRAP` and so on."""
-    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
-    """Options of DeepSpeed: `ACCEL_DEEPSPEED_STAGE` and so on."""
+    engines: tuple[Engine, ...] = field(default_factory=list_engines)
+    """Options of each engine: `ACCEL_<ENGINE>_<FIELD>`; at most one is used."""
     compile: Compile = field(default_factory=Compile)
     """Arguments of `torch.compile`, unless the script passes its own: `ACCEL_COMPILE_BACKEND` and so on."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """Return the options of the engine that trains models; None if torch does."""
+        return next((engine for engine in self.engines if engine.is_used), None)
+
+    def get_section(self, name: str) -> Any:
+        """Return a section by its name in a profile, such as `parallel` or that of an engine."""
+        return next((engine for engine in self.engines if engine.name == name), None) or getattr(self, name)
+
+    def with_engine(self, engine: Engine) -> Settings:
+        """Return these settings with other options of an engine."""
+        return replace(
+            self, engines=tuple(engine if one.name == engine.name else one for one in self.engines)
+        )
 
     def to_env(self) -> dict[str, str]:
         """Return the environment variables of these settings."""
@@ -331,40 +344,16 @@ class Settings:
 
 
 def _refuse_conflict(settings: Settings) -> None:
-    if conflict := find_deepspeed_conflict(settings):
-        stage, other = (variable_name(key.replace(".", "_")) for key in ("deepspeed.stage", conflict.key))
+    if (engine := settings.engine) and (conflict := engine.find_conflict(settings)):
+        chosen, other = (variable_name(key.replace(".", "_")) for key in (engine.key, conflict.key))
         raise SettingsError(
-            f"Cannot use {stage} {settings.deepspeed.stage} with {other} {_format_value(conflict.value)}: {conflict.reason}. "
-            "Unset one of them."
+            f"Cannot use {chosen} {engine.choice} with {other} {_format_value(conflict.value)}: {conflict.reason}. Unset one of them."
         )
 
 
-class DeepSpeedConflict(NamedTuple):
-    """A setting that DeepSpeed excludes."""
-
-    key: str
-    """Its dotted key."""
-    value: Any
-    reason: str
-
-
-def find_deepspeed_conflict(settings: Settings) -> DeepSpeedConflict | None:
-    """Return the first setting that cannot be used with DeepSpeed; None without one, or without DeepSpeed."""
-    if not settings.deepspeed.is_used:
-        return None
-    for section in ("parallel", "fully_shard"):
-        part = getattr(settings, section)
-        for f in fields(part):
-            if (value := getattr(part, f.name)) != f.default:
-                reason = "DeepSpeed shards models itself"
-                if f.name in {"tp", "cp", "tp_plan"}:
-                    reason = "DeepSpeed has no tensor or context parallelism in accel"
-                return DeepSpeedConflict(f"{section}.{f.name}", value, reason)
-    if settings.spmd:
-        return DeepSpeedConflict("spmd", settings.spmd, "torch_xla shards models itself")
-    if settings.device in {"xla", "mps"}:
-        return DeepSpeedConflict("device", settings.device, "DeepSpeed does not support this device")
-    return None
+def find_engine_conflict(settings: Settings) -> EngineConflict | None:
+    """Return the first setting that cannot be used with the engine; None without one, or without an engine."""
+    return settings.engine.find_conflict(settings) if settings.engine else None
 
 
 def is_placed_by_device(environ: Mapping[str, str]) -> bool:
@@ -414,15 +403,21 @@ def flatten_settings(settings: object, prefix: str = "") -> list[tuple[str, Any]
     for f in fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, f.name)
         name = prefix + f.name
-        items += flatten_settings(value, f"{name}_") if is_dataclass(value) else [(name, value)]
+        if f.name == "engines":
+            items += [item for engine in value for item in flatten_settings(engine, f"{engine.name}_")]
+        else:
+            items += flatten_settings(value, f"{name}_") if is_dataclass(value) else [(name, value)]
     return items
 
 
 def _read(kind: type[Any], environ: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
-    hints, values = get_type_hints(kind), {}
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
     for f in fields(kind):
         name = variable_name(prefix + f.name)
-        if is_dataclass(hints[f.name]):
+        if f.name == "engines":
+            values[f.name] = tuple(_read_section(ENGINES[one], one, environ) for one in ENGINES.names)
+        elif is_dataclass(hints[f.name]):
             values[f.name] = _read_section(hints[f.name], f.name, environ)
         elif name in environ:
             values[f.name] = _parse_value(name, environ[name], hints[f.name])

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.call_sites import call_site
 from accel_runtime.environment.settings import MixedPrecision, Settings
-from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
@@ -138,8 +137,8 @@ class Strategy:
     def set_sharding(self, settings: Settings) -> None:
         """Shard models that are prepared from now on as the settings describe."""
 
-    def set_deepspeed(self, config: DeepSpeedConfig) -> None:
-        """Prepare models from now on by another configuration of DeepSpeed."""
+    def set_engine(self, config: Any) -> None:
+        """Prepare models from now on by another `EngineConfig`."""
 
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""

@@ -11,8 +11,9 @@ from support.engine_strategy import EngineStrategy
 from accel_runtime.backends import connect
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.single import Single
-from accel_runtime.environment.settings import DeepSpeed, Parallel, Settings
+from accel_runtime.environment.settings import Parallel, Settings
 from accel_runtime.environment.topology import Topology
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 from accel_runtime.parallel import choose_strategy
 from accel_runtime.parallel.replicated import Replicated
 
@@ -28,7 +29,7 @@ def connect_strategy(sizes=None):
     if sizes == "engine":
         return EngineStrategy(connect(settings, Topology.from_env(os.environ)))
     if "stage" in (sizes or {}):
-        settings = replace(settings, deepspeed=DeepSpeed(**sizes))
+        settings = settings.with_engine(DeepSpeed(**sizes))
         return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)
     settings = replace(settings, parallel=Parallel(**(sizes or {})))
     return choose_strategy(connect(settings, Topology.from_env(os.environ)), settings)

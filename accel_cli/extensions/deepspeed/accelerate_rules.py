@@ -16,12 +16,12 @@ from accel_cli.accelerate.config import (
     parse_bool,
     parse_text,
 )
-from accel_cli.accelerate.rule import EMPTY, Answer, Rule, drop, dropped, same, sets, take
+from accel_cli.accelerate.rule import EMPTY, Answer, EngineRules, Rule, drop, dropped, same, sets, take
 from accel_runtime.environment.accelerate import sharding
 from accel_runtime.environment.accelerate.setting import Setting
-from accel_runtime.extensions.deepspeed.settings import ZERO_3
+from accel_runtime.extensions.deepspeed.settings import KEYS, SECTIONS, ZERO_3
 
-__all__ = ["CONVERTED", "DEEPSPEED_FILE"]
+__all__ = ["RULES"]
 
 
 def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
@@ -179,3 +179,4 @@ CONVERTED: Mapping[Setting, Rule] = {
     sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off)),
 }
 """The rules of the section whose result depends on other keys."""
+RULES = EngineRules(CONVERTED, sharding.DEEPSPEED_FILE.key, DEEPSPEED_FILE, frozenset({*SECTIONS, *KEYS}))

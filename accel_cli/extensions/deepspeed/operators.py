@@ -12,6 +12,7 @@ from pathlib import Path
 from accel_cli.errors import AccelError
 from accel_runtime.environment.layouts import SettingsError
 from accel_runtime.environment.settings import Settings
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 
 __all__ = ["compile_operators"]
 
@@ -32,7 +33,7 @@ def compile_operators(argv: Sequence[str], environ: Mapping[str, str]) -> None:
         AccelError: DeepSpeed is not installed, or an operator cannot be compiled.
     """
     try:
-        is_used = Settings.from_env(environ).deepspeed.is_used
+        is_used = DeepSpeed.of(Settings.from_env(environ)).is_used
     except SettingsError:
         return  # reported by the ranks
     if not is_used or not Path(argv[0]).name.startswith("python"):

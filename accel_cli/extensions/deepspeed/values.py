@@ -15,6 +15,7 @@ from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_runtime.environment.settings import Settings, SettingsError
 from accel_runtime.extensions.deepspeed.settings import (
     PATHS,
+    DeepSpeed,
     DeepSpeedConfig,
     find_value,
     read_deepspeed_file,
@@ -23,7 +24,7 @@ from accel_runtime.extensions.deepspeed.settings import (
     state_precision,
 )
 
-__all__ = ["apply_deepspeed_file", "list_deepspeed_values", "list_effective_values"]
+__all__ = ["apply_deepspeed_file", "list_deepspeed_values", "list_file_values"]
 
 _PRECISION, _STEPS = "mixed_precision", "gradient_accumulation_steps"
 
@@ -34,9 +35,7 @@ def apply_deepspeed_file(resolved: Resolved) -> Resolved:
     Raises:
         UsageError: The file cannot be read, is invalid, or contradicts the profile.
     """
-    section = resolved.profile.deepspeed.settings
-    if not section.is_used:
-        return resolved
+    section = DeepSpeed.of(resolved.profile.settings)
     stated: dict[str, tuple[Any, str]] = {}
     try:
         file = read_deepspeed_file(section.config_file) if section.config_file else {}
@@ -51,13 +50,13 @@ def apply_deepspeed_file(resolved: Resolved) -> Resolved:
         raise UsageError(str(error)) from None
     values = _list_decided(resolved, config, section.config_file)
     if not values:
-        return replace(resolved, deepspeed=config)
+        return replace(resolved, engine=config)
     layer = Layer(
         _shorten(section.config_file),
         {key: value for key, (_, value) in values.items()},
         {key: path for key, (path, _) in values.items()},
     )
-    return replace(layers.resolve([*resolved.layers, layer]), deepspeed=config)
+    return replace(layers.resolve([*resolved.layers, layer]), engine=config)
 
 
 def _states(resolved: Resolved, key: str) -> bool:
@@ -89,15 +88,15 @@ def _list_decided(resolved: Resolved, config: DeepSpeedConfig, file: str) -> dic
     return {key: each for key, each in decided.items() if getattr(resolved.profile, key) != each[1]}
 
 
-def list_effective_values(resolved: Resolved) -> dict[str, tuple[Any, str]]:
-    """Return the effective value of every key with its source; the keys of `deepspeed` have those of the JSON file."""
-    values = {key: (value, resolved.get_source(key)) for key, value in resolved.values.items()}
-    if resolved.deepspeed is None:
+def list_file_values(resolved: Resolved) -> dict[str, tuple[Any, str]]:
+    """Return the values of the keys of `deepspeed` that the JSON file sets, with their sources."""
+    values: dict[str, tuple[Any, str]] = {}
+    if resolved.engine is None:
         return values
-    file = resolved.profile.deepspeed.settings.config_file
+    file = DeepSpeed.of(resolved.profile.settings).config_file
     for name, path in PATHS.items():
-        value, key = find_value(resolved.deepspeed.values, path), f"deepspeed.{name}"
-        if value is not None and resolved.deepspeed.sources.get(path) == file:
+        value, key = find_value(resolved.engine.values, path), f"deepspeed.{name}"
+        if value is not None and resolved.engine.sources.get(path) == file:
             value = "no" if value == "none" else value
             values[key] = (value, f"{_shorten(file)}: {path}")
     return values

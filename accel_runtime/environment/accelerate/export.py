@@ -5,28 +5,24 @@ The meaning of each variable is that of Accelerate 1.15: `state.py`, `accelerato
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.variables import translate_supported
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
-from accel_runtime.extensions.deepspeed.settings import AUTO, ZERO_3, DeepSpeedConfig, read_deepspeed_config
 
 __all__ = ["Export", "UserVariables", "build_export", "read_user_variables", "select_file_variables"]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
-_WITHOUT_VARIABLE = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
-"""The fields of the section `deepspeed` for which Accelerate has no variable."""
-_LAYOUT = ("parallel", "fully_shard", "deepspeed")
+_LAYOUT = ("parallel", "fully_shard", "engines")
 _COMPILE, _PRECISION = ("compile",), ("mixed_precision",)
 
 
@@ -187,7 +183,7 @@ def build_export(
     limits = (
         *_list_limits(settings),
         *_list_layout_limits(settings, device, world_size),
-        *_list_deepspeed_limits(settings),
+        *(settings.engine.list_export_limits() if settings.engine else ()),
     )
     return Export(
         variables,
@@ -214,7 +210,8 @@ def _list_groups(settings: Settings, device: str, world_size: int | None) -> Ite
     yield _Group(("log_level",), {}, _export_log_level(settings))
     yield _Group(("gradient_accumulation_steps",), {steps: "1"}, _export_accumulation(settings))
     yield _Group(_COMPILE, {compiler: "no"}, _export_compile(settings))
-    values = _export_deepspeed(settings) or _export_sharding(settings, device, world_size)
+    engine = settings.engine
+    values = engine.export_variables() if engine else _export_sharding(settings, device, world_size)
     yield _Group(_LAYOUT, layout, values)
     # Of its own, since a profile has no key for it: without it, Accelerate cannot save a model of stage 3.
     saved = {sharding.USE_DEEPSPEED: _ON, sharding.SAVE_16BIT_MODEL: _ON}
@@ -257,50 +254,6 @@ def _export_sharding(settings: Settings, device: str, world_size: int | None) ->
     if _needs_mesh(parallel) and (sizes := _find_sizes(parallel, world_size)):
         values |= {sharding.USE_PARALLELISM_CONFIG: _ON, **sizes}
     return values
-
-
-def _export_deepspeed(settings: Settings) -> dict[Setting, str]:
-    """Return the variables of DeepSpeed; empty if it is not used.
-
-    Accelerate has variables for a part of the section only, and does not add any of them to a JSON file. So it gets the whole
-    configuration, encoded as its `HfDeepSpeedConfig` reads it, unless these variables or the file say the same.
-    """
-    section = settings.deepspeed
-    if not section.is_used:
-        return {}
-    config = read_deepspeed_config(section)
-    values: dict[Setting, str] = {sharding.USE_DEEPSPEED: _ON}
-    if config.stage == ZERO_3 or section.zero3_init:
-        values[sharding.ZERO3_INIT] = _format_switch(section.zero3_init)
-    from_file = {source for source in config.sources.values() if source == section.config_file}
-    if (
-        section.config_file
-        and from_file == {*config.sources.values()}
-        and "zero_optimization" in config.values
-    ):
-        return {**values, sharding.DEEPSPEED_FILE: section.config_file}
-    if section.config_file or any(getattr(section, name) != AUTO for name in _WITHOUT_VARIABLE):
-        return {**values, sharding.DEEPSPEED_FILE: _encode_config(config)}
-    values[sharding.ZERO_STAGE] = str(config.stage)
-    paths = {
-        sharding.OFFLOAD_OPTIMIZER_DEVICE: (section.offload_optimizer, sharding.OFFLOAD_OPTIMIZER_NVME_PATH),
-        sharding.OFFLOAD_PARAM_DEVICE: (section.offload_param, sharding.OFFLOAD_PARAM_NVME_PATH),
-    }
-    for setting, (device, path) in paths.items():
-        values |= {setting: device} if device != "no" else {}
-        values |= {path: section.nvme_path} if device == "nvme" else {}
-    if section.gradient_clipping:
-        values[sharding.GRADIENT_CLIPPING] = str(section.gradient_clipping)
-    return values
-
-
-def _encode_config(config: DeepSpeedConfig) -> str:
-    """Return a configuration as text, with what Accelerate fills in of the script."""
-    batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    values: dict[str, Any] = {**dict.fromkeys(batches, AUTO), **config.values}
-    values["zero_optimization"] = {"stage": config.stage, **values.get("zero_optimization", {})}
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def _needs_mesh(parallel: Parallel) -> bool:
@@ -422,28 +375,13 @@ def _list_layout_limits(settings: Settings, device: str, world_size: int | None)
         )
 
 
-def _list_deepspeed_limits(settings: Settings) -> Iterator[str]:
-    """Yield sentences on the options of DeepSpeed."""
-    if (
-        settings.deepspeed.is_used
-        and read_deepspeed_config(settings.deepspeed).get("gradient_clipping") is None
-    ):
-        yield (
-            "deepspeed.gradient_clipping: 0 is 1.0 in a script that uses Accelerate, whose clip_grad_norm_ does nothing with "
-            "DeepSpeed, unless a Trainer sets max_grad_norm. Set deepspeed.gradient_clipping."
-        )
-
-
 def _format_limit(value: str, cure: str) -> str:
     return f"{value} has no effect in a script that uses Accelerate. {cure}."
 
 
 def _explain_refusal(settings: Settings, device: str) -> str:
-    if settings.deepspeed.is_used and device == _CPU:
-        return (
-            f"Cannot use DeepSpeed on the CPU with Accelerate: deepspeed.stage is {settings.deepspeed.stage}, and Accelerate would "
-            "replicate models instead. Remove the section deepspeed, run on GPUs, or import accel_runtime instead of accelerate."
-        )
+    if settings.engine:
+        return settings.engine.explain_refusal(device)
     if not settings.parallel.shards or device != _CPU:
         return ""
     return (

@@ -334,6 +334,8 @@ ZERO_STAGE = Setting(
     advice=_USE_DEEPSPEED,
 )
 DEFAULT_ZERO_STAGE = 2
+ZERO_3 = 3
+"""The stage that shards parameters too."""
 """The stage of Accelerate without one."""
 OFFLOAD_OPTIMIZER_DEVICE = Setting(
     "offload_optimizer_device",

@@ -7,7 +7,6 @@ changes a training there is translated, rejected with its replacement, or report
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,12 +18,13 @@ from urllib.parse import parse_qsl, urlencode
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
-from accel_runtime.extensions.deepspeed.settings import AUTO, ZERO_3, DeepSpeed, read_deepspeed_config
 
 __all__ = [
     "Equivalent",
     "Translation",
+    "VariableReader",
     "decode_variables",
     "encode_variables",
     "translate",
@@ -72,7 +72,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
 
     Raises SettingsError if a variable requires an unsupported feature.
     """
-    read = _VariableReader(environ)
+    read = VariableReader(environ)
     settings: dict[str, Equivalent] = {}
     for setting in _FIELDS:
         if setting.field in overrides:
@@ -88,7 +88,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
     for section, translate_section in (
-        (("parallel_", "fully_shard_", "deepspeed_"), _translate_layout),
+        (("parallel_", "fully_shard_", *(f"{name}_" for name in ENGINES.names)), _translate_layout),
         (("compile_",), _translate_compile),
     ):
         own = {field: text for field, text in overrides.items() if field.startswith(section)}
@@ -104,7 +104,7 @@ def translate_supported(environ: Mapping[str, str]) -> dict[str, Equivalent]:
 
     The processes inherit these as they are: a script that uses Accelerate itself reads them.
     """
-    read = _VariableReader(environ)
+    read = VariableReader(environ)
     parts: list[Callable[[], Mapping[str, Equivalent]]] = [
         *(partial(_translate_field, read, setting) for setting in _FIELDS),
         partial(_translate_compile, read),
@@ -120,7 +120,7 @@ def translate_supported(environ: Mapping[str, str]) -> dict[str, Equivalent]:
     return translated
 
 
-def _translate_field(read: _VariableReader, setting: Setting) -> dict[str, Equivalent]:
+def _translate_field(read: VariableReader, setting: Setting) -> dict[str, Equivalent]:
     equivalent = _translate_word(read, setting)
     return {setting.field: equivalent} if equivalent else {}
 
@@ -135,7 +135,7 @@ def decode_variables(text: str) -> dict[str, str]:
     return dict(parse_qsl(text, keep_blank_values=True))
 
 
-class _VariableReader:
+class VariableReader:
     """Reader of variables that records which were read."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -176,7 +176,7 @@ class _VariableReader:
 
     def overrule(self, setting: Setting, text: str) -> None:
         """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
-        reader = _VariableReader(self.environ)
+        reader = VariableReader(self.environ)
         try:
             equivalent = _translate_word(reader, setting)
         except SettingsError:
@@ -188,10 +188,10 @@ class _VariableReader:
             )
 
     def overrule_section(
-        self, texts: Mapping[str, str], translate_section: Callable[[_VariableReader], dict[str, Equivalent]]
+        self, texts: Mapping[str, str], translate_section: Callable[[VariableReader], dict[str, Equivalent]]
     ) -> None:
         """Record that variables of accel take precedence over those of Accelerate for a section, if they differ."""
-        reader = _VariableReader(self.environ)
+        reader = VariableReader(self.environ)
         try:
             equivalents = translate_section(reader)
         except SettingsError:
@@ -213,7 +213,7 @@ class _VariableReader:
         )
 
 
-def _translate_word(read: _VariableReader, setting: Setting) -> Equivalent | None:
+def _translate_word(read: VariableReader, setting: Setting) -> Equivalent | None:
     """Translate the variable of a setting whose value is a word."""
     if setting is launch.TORCH_DEVICE and read.is_on(launch.USE_CPU.variable):
         return Equivalent(launch.USE_CPU.variable, "cpu")
@@ -221,13 +221,16 @@ def _translate_word(read: _VariableReader, setting: Setting) -> Equivalent | Non
     return Equivalent(setting.variable, text) if text else None
 
 
-def _translate_layout(read: _VariableReader) -> dict[str, Equivalent]:
-    """Translate the variables of meshes, of FSDP and of DeepSpeed."""
+def _translate_layout(read: VariableReader) -> dict[str, Equivalent]:
+    """Translate the variables of meshes, of FSDP and of engines."""
     sizes = _sizes(read)
-    return sizes | _sharding(read, sizes) | _deepspeed(read)
+    settings = sizes | _sharding(read, sizes)
+    for name in ENGINES.names:
+        settings |= ENGINES[name].translate_variables(read)
+    return settings
 
 
-def _translate_compile(read: _VariableReader) -> dict[str, Equivalent]:
+def _translate_compile(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the variables of `torch.compile`; without a backend, the others have no effect in Accelerate."""
     texts = [(setting, read.text(setting.variable).lower()) for setting in launch.DYNAMO_SETTINGS]
     if not texts[0][1]:
@@ -239,7 +242,7 @@ def _translate_compile(read: _VariableReader) -> dict[str, Equivalent]:
     }
 
 
-def _check_sequence_parallel(read: _VariableReader) -> None:
+def _check_sequence_parallel(read: VariableReader) -> None:
     name = sharding.SP_SIZE.variable
     if read.is_on(sharding.USE_PARALLELISM_CONFIG.variable) and read.number(name) not in {"", "1"}:
         raise SettingsError(
@@ -248,7 +251,7 @@ def _check_sequence_parallel(read: _VariableReader) -> None:
         )
 
 
-def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
+def _sizes(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the sizes of a mesh."""
     if not read.is_on(sharding.USE_PARALLELISM_CONFIG.variable):
         return {}
@@ -266,7 +269,7 @@ def _sizes(read: _VariableReader) -> dict[str, Equivalent]:
     return settings
 
 
-def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
+def _sharding(read: VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str, Equivalent]:
     """Translate the variables of FSDP."""
     if not read.is_on(sharding.USE_FSDP.variable):
         return {}
@@ -293,94 +296,7 @@ def _sharding(read: _VariableReader, sizes: Mapping[str, Equivalent]) -> dict[st
     return settings | _wrap(read) | _ignored(read)
 
 
-def _deepspeed(read: _VariableReader) -> dict[str, Equivalent]:
-    """Translate the variables of DeepSpeed."""
-    if not read.is_on(sharding.USE_DEEPSPEED.variable):
-        return {}
-    for setting in (sharding.DEEPSPEED_FIELDS, sharding.SAVE_16BIT_MODEL):
-        read.text(setting.variable)  # accel gathers the weights to save them anyway
-    moe = sharding.MOE_CLASSES
-    if read.text(moe.variable):
-        raise SettingsError(f"{moe.variable}={read.environ[moe.variable]} is not supported: {moe.refusal}.")
-    stage, settings = _zero_stage(read)
-    settings |= _offloads(read, stage) | _zero3_init(read, stage)
-    clipping = sharding.GRADIENT_CLIPPING
-    if (text := read.text(clipping.variable).lower()) not in {"", "auto"}:
-        try:
-            norm = float(text)
-        except ValueError:
-            raise SettingsError(
-                f"Invalid {clipping.variable} {read.environ[clipping.variable]!r}: expected a number, or auto."
-            ) from None
-        settings |= {clipping.field: Equivalent(clipping.variable, str(norm))} if norm else {}
-    return settings
-
-
-def _zero_stage(read: _VariableReader) -> tuple[int, dict[str, Equivalent]]:
-    """Return the stage, and the settings of it and of the JSON file."""
-    setting, file = sharding.ZERO_STAGE, sharding.DEEPSPEED_FILE
-    # 0 is a stage, and not unset.
-    text = read.environ.get(setting.variable, "").strip() if not read.text(setting.variable) else ""
-    text = read.text(setting.variable) or (text if text == "0" else "")
-    if text and text not in {"0", "1", "2", "3"}:
-        raise SettingsError(f"Invalid {setting.variable} {text!r}: expected 0, 1, 2 or 3.")
-    if not (path := read.text(file.variable)):
-        stage = text or str(sharding.DEFAULT_ZERO_STAGE)
-        source = setting.variable if text else sharding.USE_DEEPSPEED.variable
-        return int(stage), {setting.field: Equivalent(source, stage)}
-    path = os.path.abspath(path)  # noqa: PTH100 - links stay
-    stage = text or AUTO
-    section = DeepSpeed(stage=stage, config_file=path)  # type: ignore[arg-type]
-    settings = {
-        setting.field: Equivalent(setting.variable if text else file.variable, stage),
-        file.field: Equivalent(file.variable, path),
-    }
-    return read_deepspeed_config(section).stage, settings
-
-
-def _offloads(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
-    """Return the settings of the devices that are offloaded to, and of the directory."""
-    settings: dict[str, Equivalent] = {}
-    paths: dict[str, str] = {}
-    for device, path, least in (
-        (sharding.OFFLOAD_OPTIMIZER_DEVICE, sharding.OFFLOAD_OPTIMIZER_NVME_PATH, 1),
-        (sharding.OFFLOAD_PARAM_DEVICE, sharding.OFFLOAD_PARAM_NVME_PATH, ZERO_3),
-    ):
-        word, text = read.word(device), read.text(path.variable)
-        if word and stage < least:
-            read.ignore(device.variable, f"DeepSpeed does not use it in ZeRO stage {stage}")
-        elif word:
-            word = "cpu" if word == "nvme" and stage < ZERO_3 else word  # as in DeepSpeed
-            settings[device.field] = Equivalent(device.variable, word)
-        if text and word != "nvme" and not read.text(sharding.DEEPSPEED_FILE.variable):
-            read.ignore(path.variable, f"{device.variable} is not nvme, or the ZeRO stage is not 3")
-        elif text:
-            paths[path.variable] = text
-    if len(set(paths.values())) > 1:
-        (first, one), (second, other) = paths.items()
-        raise SettingsError(
-            f"Cannot use {first}={one} with {second}={other}: accel has one directory for both. Set them to the same, or write a "
-            "JSON file."
-        )
-    field = sharding.OFFLOAD_PARAM_NVME_PATH.field
-    for name, text in paths.items():
-        settings[field] = Equivalent(name, text)
-    return settings
-
-
-def _zero3_init(read: _VariableReader, stage: int) -> dict[str, Equivalent]:
-    """Return the setting of models that are sharded while they load; Accelerate does so with stage 3 by default."""
-    setting = sharding.ZERO3_INIT
-    is_unset = not read.environ.get(setting.variable, "").strip()
-    is_on = read.is_on(setting.variable) or is_unset
-    if stage == ZERO_3 and is_on:
-        return {setting.field: Equivalent(setting.variable, "1")}
-    if is_on and not is_unset:
-        read.ignore(setting.variable, f"it applies to ZeRO stage 3 only, and the stage is {stage}")
-    return {}
-
-
-def _strategy(read: _VariableReader) -> tuple[str, Strategy]:
+def _strategy(read: VariableReader) -> tuple[str, Strategy]:
     """Return the variable that has FSDP1's sharding strategy, and the strategy."""
     name = sharding.RESHARD_AFTER_FORWARD.variable
     text = read.environ.get(name, "").lower()
@@ -406,7 +322,7 @@ def _nodes(environ: Mapping[str, str]) -> int:
     return int(world) // int(local) if world.isdigit() and local.isdigit() and int(local) else 1
 
 
-def _wrap(read: _VariableReader) -> dict[str, Equivalent]:
+def _wrap(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the wrapping policy."""
     policy, classes = sharding.AUTO_WRAP_POLICY, sharding.TRANSFORMER_CLS.variable
     kind = read.word(policy)
@@ -424,7 +340,7 @@ def _wrap(read: _VariableReader) -> dict[str, Equivalent]:
     return {}
 
 
-def _ignored(read: _VariableReader) -> dict[str, Equivalent]:
+def _ignored(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the modules that are not sharded."""
     setting = sharding.IGNORED_MODULES
     text = read.text(setting.variable)
@@ -438,7 +354,7 @@ def _ignored(read: _VariableReader) -> dict[str, Equivalent]:
     return {setting.field: Equivalent(setting.variable, text)}
 
 
-def _translate_arguments(read: _VariableReader) -> dict[str, Equivalent]:
+def _translate_arguments(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the variable that replaces an argument of `Accelerator`."""
     steps = sharding.GRADIENT_ACCUMULATION_STEPS
     if read.text(steps.variable) in {"", "auto"}:

@@ -21,11 +21,11 @@ def choose_strategy(backend: Backend, settings: Settings, config: DeepSpeedConfi
         RuntimeError: deepspeed is not installed, or does not run here.
     """
     from accel_runtime.extensions.deepspeed.replicated import ReplicatedWithClipping  # noqa: PLC0415
-    from accel_runtime.extensions.deepspeed.settings import read_deepspeed_config  # noqa: PLC0415 - as in the other strategies
+    from accel_runtime.extensions.deepspeed.settings import DeepSpeed, read_deepspeed_config  # noqa: PLC0415 - as in the other strategies
 
-    config = config or read_deepspeed_config(settings.deepspeed)
+    config = config or read_deepspeed_config(DeepSpeed.of(settings))
     if not config.stage:
         return ReplicatedWithClipping(backend, config)
     from accel_runtime.extensions.deepspeed.strategy import Zero  # noqa: PLC0415 - needs deepspeed
 
-    return Zero(backend, config, settings.mixed_precision, zero3_init=settings.deepspeed.zero3_init)
+    return Zero(backend, config, settings.mixed_precision, zero3_init=DeepSpeed.of(settings).zero3_init)

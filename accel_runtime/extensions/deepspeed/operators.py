@@ -26,7 +26,7 @@ from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.layouts import SettingsError
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import print_note
-from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig, read_deepspeed_config
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed, DeepSpeedConfig, read_deepspeed_config
 
 __all__ = [
     "OperatorError",
@@ -296,7 +296,7 @@ def main() -> int:
     os.dup2(2, 1)
     try:
         settings = Settings.from_env(os.environ)
-        config = read_deepspeed_config(settings.deepspeed)
+        config = read_deepspeed_config(DeepSpeed.of(settings))
         check_installation()
         device = _choose_device(settings)
         if names := list_operators(config, device):

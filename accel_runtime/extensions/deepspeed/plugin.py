@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from accel_runtime.extensions.deepspeed.settings import (
     ZERO_3,
     DeepSpeed,
     DeepSpeedConfig,
+    ZeroStage,
     find_value,
     iterate_leaves,
     parse_deepspeed_config,
@@ -163,6 +164,8 @@ class DeepSpeedPlugin(Configuration):
     Raises:
         ValueError: An option is not supported.
     """
+
+    engine: ClassVar[str] = DeepSpeed.name
 
     hf_ds_config: Any = None
     """The path of a JSON file, a dict, or an `HfDeepSpeedConfig`."""
@@ -490,6 +493,16 @@ class DeepSpeedOptions:
     def plugin(self) -> DeepSpeedPlugin:
         """Return the selected plugin."""
         return self.plugins[self._selected]
+
+    @property
+    def section(self) -> DeepSpeed:
+        """Return the section of the profile, or of the plugin if the profile does not use DeepSpeed."""
+        section = (
+            self._section
+            if self._section.is_used
+            else DeepSpeed(stage=cast("ZeroStage", str(self.config.stage)))
+        )
+        return replace(section, zero3_init=self.plugin.is_zero3_init_enabled())
 
     def select(self, name: str) -> None:
         """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""

@@ -12,9 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
+from accel_runtime.environment.accelerate.sharding import ZERO_3
+from accel_runtime.environment.engines import Engine, EngineConflict
 from accel_runtime.environment.layouts import SettingsError
+
+if TYPE_CHECKING:
+    from accel_runtime.environment.accelerate.setting import Setting
+    from accel_runtime.environment.accelerate.variables import Equivalent, VariableReader
+    from accel_runtime.environment.engines import EngineOptions
+    from accel_runtime.environment.settings import Settings
 
 __all__ = [
     "AUTO",
@@ -37,8 +45,6 @@ ZeroStage = Literal["no", "auto", "0", "1", "2", "3"]
 OffloadDevice = Literal["no", "cpu", "nvme"]
 AUTO = "auto"
 """Value in a JSON file that is filled in when the model is prepared."""
-ZERO_3 = 3
-"""The stage that shards parameters too."""
 _WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "stage": get_args(ZeroStage),
@@ -50,8 +56,14 @@ _WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class DeepSpeed:
+class DeepSpeed(Engine):
     """Options of DeepSpeed's ZeRO; each replaces a key of `config_file` that is missing or `auto`."""
+
+    name: ClassVar[str] = "deepspeed"
+    title: ClassVar[str] = "DeepSpeed"
+    switch: ClassVar[str] = "stage"
+    file: ClassVar[str] = "config_file"
+    package: ClassVar[str] = "deepspeed"
 
     stage: ZeroStage = "no"
     """What is sharded: 1 the optimizer state, 2 gradients too, 3 parameters too; `auto` is the stage of `config_file`, `no` does
@@ -115,10 +127,76 @@ class DeepSpeed:
                 "deepspeed.offload_param to nvme, or leave it out."
             )
 
+    @classmethod
+    def of(cls, settings: Settings) -> DeepSpeed:
+        """Return the section of the settings of a process."""
+        return next(engine for engine in settings.engines if isinstance(engine, cls))
+
     @property
     def is_used(self) -> bool:
         """Return whether DeepSpeed is used."""
         return self.stage != "no"
+
+    def find_conflict(self, settings: Settings) -> EngineConflict | None:
+        """Return the first setting that cannot be used with DeepSpeed."""
+        for section in ("parallel", "fully_shard"):
+            part = getattr(settings, section)
+            for f in fields(part):
+                if (value := getattr(part, f.name)) != f.default:
+                    reason = "DeepSpeed shards models itself"
+                    if f.name in {"tp", "cp", "tp_plan"}:
+                        reason = "DeepSpeed has no tensor or context parallelism in accel"
+                    return EngineConflict(f"{section}.{f.name}", value, reason)
+        if settings.spmd:
+            return EngineConflict("spmd", settings.spmd, "torch_xla shards models itself")
+        if settings.device in {"xla", "mps"}:
+            return EngineConflict("device", settings.device, "DeepSpeed does not support this device")
+        return None
+
+    def read_config(self) -> DeepSpeedConfig:
+        """Return the configuration of the section and its JSON file."""
+        return read_deepspeed_config(self)
+
+    def build_options(self, plugins: Any, mixed_precision: str, accumulation_steps: int) -> EngineOptions:
+        """Return the options of the plugins of a script, or of the section alone."""
+        from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions  # noqa: PLC0415 - imports torch
+
+        stated: dict[str, tuple[Any, str]] = {}
+        if mixed_precision != "no":
+            stated |= state_precision(None, mixed_precision, "mixed_precision")
+        if accumulation_steps != 1:
+            stated |= state_accumulation(accumulation_steps, "gradient_accumulation_steps")
+        return DeepSpeedOptions.build(plugins, self, stated)
+
+    @classmethod
+    def translate_variables(cls, read: VariableReader) -> dict[str, Equivalent]:
+        """Return the fields of the settings that Accelerate's variables mean."""
+        from accel_runtime.extensions.deepspeed import accelerate_variables  # noqa: PLC0415 - it imports this module
+
+        return accelerate_variables.translate_variables(read)
+
+    def export_variables(self) -> dict[Setting, str]:
+        """Return the variables of Accelerate for this section."""
+        from accel_runtime.extensions.deepspeed import accelerate_variables  # noqa: PLC0415 - it imports this module
+
+        return accelerate_variables.export_variables(self)
+
+    def list_export_limits(self) -> Iterator[str]:
+        """Yield the sentence on clipping, which differs in a script that uses Accelerate."""
+        if self.read_config().get("gradient_clipping") is None:
+            yield (
+                "deepspeed.gradient_clipping: 0 is 1.0 in a script that uses Accelerate, whose clip_grad_norm_ does nothing with "
+                "DeepSpeed, unless a Trainer sets max_grad_norm. Set deepspeed.gradient_clipping."
+            )
+
+    def explain_refusal(self, device: str) -> str:
+        """Return why a script that uses Accelerate cannot run on a type of device."""
+        if device != "cpu":
+            return ""
+        return (
+            f"Cannot use DeepSpeed on the CPU with Accelerate: deepspeed.stage is {self.stage}, and Accelerate would replicate "
+            "models instead. Remove the section deepspeed, run on GPUs, or import accel_runtime instead of accelerate."
+        )
 
 
 @dataclass(frozen=True)
@@ -158,6 +236,12 @@ class DeepSpeedConfig:
         """Return the number format that is enabled; None if that is left to the profile."""
         names: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16")
         return next((name for name in names if self.get(f"{name}.enabled") is True), None)
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Return the number of micro-batches of an optimizer step; None if it is left to the profile."""
+        steps: int | None = self.get("gradient_accumulation_steps")
+        return steps
 
 
 def find_value(values: Mapping[str, Any], path: str) -> Any:

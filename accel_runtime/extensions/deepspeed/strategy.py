@@ -122,7 +122,7 @@ class Zero(Strategy):
         return DistributedType.DEEPSPEED
 
     @override
-    def set_deepspeed(self, config: DeepSpeedConfig) -> None:
+    def set_engine(self, config: DeepSpeedConfig) -> None:
         if not config.stage:
             raise ValueError(
                 f"ZeRO stage 0 by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected beside stage "

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
+from accel_cli.extensions.deepspeed.section import DeepSpeedSection
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import Layer, flatten, read_environment, resolve
 from accel_cli.profile.schema import Profile, json_schema, known_keys
-from accel_cli.profile.settings_sections import DeepSpeedSection, FullyShardSection, ParallelSection
+from accel_cli.profile.settings_sections import FullyShardSection, ParallelSection
 from accel_cli.profile.validation_errors import explain
 
 NAMES = st.text(

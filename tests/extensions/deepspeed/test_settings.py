@@ -14,7 +14,7 @@ from accel_runtime.environment.settings import (
     Parallel,
     Settings,
     SettingsError,
-    find_deepspeed_conflict,
+    find_engine_conflict,
 )
 from accel_runtime.extensions.deepspeed.settings import (
     _HARMLESS,
@@ -283,18 +283,18 @@ def test_the_summary_names_the_devices_that_are_offloaded_to():
     ("settings", "key"),
     [
         (Settings(), None),
-        (Settings(deepspeed=ZERO_2, device="cuda"), None),
-        (Settings(deepspeed=ZERO_2, parallel=Parallel(dp_shard="auto")), "parallel.dp_shard"),
-        (Settings(deepspeed=ZERO_2, parallel=Parallel(tp=2)), "parallel.tp"),
-        (Settings(deepspeed=ZERO_2, fully_shard=FullyShard(cpu_offload=True)), "fully_shard.cpu_offload"),
-        (Settings(deepspeed=ZERO_2, spmd=True), "spmd"),
-        (Settings(deepspeed=ZERO_2, device="xla"), "device"),
-        (Settings(deepspeed=ZERO_2, device="mps"), "device"),
+        (Settings(engines=(ZERO_2,), device="cuda"), None),
+        (Settings(engines=(ZERO_2,), parallel=Parallel(dp_shard="auto")), "parallel.dp_shard"),
+        (Settings(engines=(ZERO_2,), parallel=Parallel(tp=2)), "parallel.tp"),
+        (Settings(engines=(ZERO_2,), fully_shard=FullyShard(cpu_offload=True)), "fully_shard.cpu_offload"),
+        (Settings(engines=(ZERO_2,), spmd=True), "spmd"),
+        (Settings(engines=(ZERO_2,), device="xla"), "device"),
+        (Settings(engines=(ZERO_2,), device="mps"), "device"),
         (Settings(parallel=Parallel(dp_shard="auto"), device="xla"), None),
     ],
 )
 def test_deepspeed_excludes_other_sharding_and_devices(settings, key):
-    conflict = find_deepspeed_conflict(settings)
+    conflict = find_engine_conflict(settings)
     assert (conflict and conflict.key) == key
 
 
@@ -305,5 +305,5 @@ def test_variables_that_exclude_each_other_are_refused_by_their_names():
 
 @given(FIELDS, st.sampled_from(["0", "1", "2", "3"]))
 def test_a_section_is_equal_after_the_environment(fields, stage):
-    settings = Settings(deepspeed=DeepSpeed(stage=stage, **fields))
+    settings = Settings(engines=(DeepSpeed(stage=stage, **fields),))
     assert Settings.from_env(settings.to_env()) == settings

@@ -12,13 +12,12 @@ from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import build_export, read_user_variables
 from accel_runtime.environment.settings import (
     EXPORTED,
-    DeepSpeed,
     Parallel,
     Settings,
     SettingsError,
     accelerate_variables,
 )
-from accel_runtime.extensions.deepspeed.settings import PATHS, find_value
+from accel_runtime.extensions.deepspeed.settings import PATHS, DeepSpeed, find_value
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -74,12 +73,12 @@ def file(tmp_path):
 )
 def test_the_variables_of_deepspeed_become_the_section(environ, section):
     settings = Settings.from_env(environ)
-    assert settings == Settings(deepspeed=section)
+    assert settings == Settings(engines=(section,))
 
 
 def test_a_json_file_gives_the_stage_and_keeps_its_path(file, monkeypatch, tmp_path):
     settings = Settings.from_env(ON | {f"{P}CONFIG_FILE": file})
-    assert settings.deepspeed == DeepSpeed("auto", file, zero3_init=True)
+    assert settings.engine == DeepSpeed("auto", file, zero3_init=True)
     monkeypatch.chdir(tmp_path)
     assert Settings.from_env(ON | {f"{P}CONFIG_FILE": "ds.json"}) == settings
 
@@ -136,7 +135,7 @@ SECTIONS = st.builds(
 
 @given(SECTIONS)
 def test_the_exported_variables_mean_the_section(section):
-    settings = Settings(deepspeed=section)
+    settings = Settings(engines=(section,))
     variables = export(settings).variables
     assert Settings.from_env(variables) == settings
     environ = {**settings.to_env(), **variables, EXPORTED: encode_variables(variables)}
@@ -170,7 +169,7 @@ def test_accelerate_itself_reads_every_field_of_the_section(tmp_path_factory, fi
         fields = {**fields, "config_file": str(path)}
     section = DeepSpeed(**fields)
     with pytest.MonkeyPatch.context() as patch:
-        for name, text in export(Settings(deepspeed=section)).variables.items():
+        for name, text in export(Settings(engines=(section,))).variables.items():
             patch.setenv(name, text)
         plugin = DeepSpeedPlugin()
     for name, path in PATHS.items():
@@ -181,7 +180,7 @@ def test_accelerate_itself_reads_every_field_of_the_section(tmp_path_factory, fi
 
 
 def test_a_file_that_says_everything_is_passed_as_it_is(file):
-    variables = export(Settings(deepspeed=DeepSpeed("auto", file))).variables
+    variables = export(Settings(engines=(DeepSpeed("auto", file),))).variables
     assert variables == ON | {f"{P}CONFIG_FILE": file, f"{P}ZERO3_INIT": "false"}
 
 
@@ -189,7 +188,7 @@ def test_a_file_without_a_stage_is_completed_for_accelerate(tmp_path):
     from accelerate.utils import DeepSpeedPlugin
 
     (tmp_path / "a.json").write_text(json.dumps({"bf16": {"enabled": True}}))
-    settings = Settings(deepspeed=DeepSpeed("auto", str(tmp_path / "a.json")), mixed_precision="bf16")
+    settings = Settings(engines=(DeepSpeed("auto", str(tmp_path / "a.json")),), mixed_precision="bf16")
     with pytest.MonkeyPatch.context() as patch:
         for name, text in export(settings).variables.items():
             patch.setenv(name, text)
@@ -200,7 +199,7 @@ def test_a_file_without_a_stage_is_completed_for_accelerate(tmp_path):
 
 def test_deepspeed_replaces_the_variables_of_fsdp():
     environ = {"ACCELERATE_USE_FSDP": "true"}
-    settings = Settings(deepspeed=DeepSpeed("2"))
+    settings = Settings(engines=(DeepSpeed("2"),))
     exported = build_export(settings, "cuda", 2, environ, read_user_variables(environ))
     assert exported.variables == ON | {f"{P}ZERO_STAGE": "2", "ACCELERATE_USE_FSDP": "false"}
     environ = ON
@@ -210,10 +209,10 @@ def test_deepspeed_replaces_the_variables_of_fsdp():
 
 
 def test_accelerate_on_the_cpu_is_refused_since_it_would_replicate():
-    assert "deepspeed.stage is 2" in export(Settings(deepspeed=DeepSpeed("2")), "cpu").refusal
+    assert "deepspeed.stage is 2" in export(Settings(engines=(DeepSpeed("2"),)), "cpu").refusal
 
 
 def test_clipping_that_accelerate_adds_is_reported():
-    limits = export(Settings(deepspeed=DeepSpeed("2"))).limits
+    limits = export(Settings(engines=(DeepSpeed("2"),))).limits
     assert any("deepspeed.gradient_clipping: 0 is 1.0" in each for each in limits)
-    assert export(Settings(deepspeed=DeepSpeed("2", gradient_clipping=1.0))).limits == ()
+    assert export(Settings(engines=(DeepSpeed("2", gradient_clipping=1.0),))).limits == ()

@@ -21,7 +21,8 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
-from accel_runtime.environment.settings import Compile, DeepSpeed, FullyShard, Parallel, flatten_settings
+from accel_runtime.environment.settings import Compile, FullyShard, Parallel, flatten_settings
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 
 
 def describe_run(  # noqa: PLR0913

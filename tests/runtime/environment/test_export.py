@@ -15,11 +15,11 @@ from accel_runtime.environment.layouts import FullyShard, Parallel
 from accel_runtime.environment.settings import (
     EXPORTED,
     Compile,
-    DeepSpeed,
     Settings,
     accelerate_variables,
     flatten_settings,
 )
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 
 SHARDED = Settings(parallel=Parallel(dp_shard="auto"))
 FSDP2 = {
@@ -164,7 +164,7 @@ def test_a_value_that_the_script_changes_is_its_own():
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, Settings()),
         (
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-            Settings(deepspeed=DeepSpeed("3", zero3_init=True)),
+            Settings(engines=(DeepSpeed("3", zero3_init=True),)),
         ),
         (
             {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},

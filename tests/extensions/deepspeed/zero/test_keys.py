@@ -7,8 +7,14 @@ import json
 import pytest
 
 from accel_runtime.environment.accelerate.export import build_export, read_user_variables
-from accel_runtime.environment.settings import DeepSpeed, Settings
-from accel_runtime.extensions.deepspeed.settings import KEYS, REFUSED, SECTIONS, read_deepspeed_file
+from accel_runtime.environment.settings import Settings
+from accel_runtime.extensions.deepspeed.settings import (
+    KEYS,
+    REFUSED,
+    SECTIONS,
+    DeepSpeed,
+    read_deepspeed_file,
+)
 
 pytest.importorskip("deepspeed.runtime")
 
@@ -78,7 +84,7 @@ def test_accelerates_plugin_of_the_exported_variables_is_read_by_deepspeed(tmp_p
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"overlap_comm": False}}))
     section = DeepSpeed("2", str(path), gradient_clipping=0.5, reduce_bucket_size=99)
-    settings = Settings(deepspeed=section, mixed_precision="bf16")
+    settings = Settings(engines=(section,), mixed_precision="bf16")
     for name, text in build_export(settings, "cuda", 1, {}, read_user_variables({})).variables.items():
         monkeypatch.setenv(name, text)
     plugin = DeepSpeedPlugin()

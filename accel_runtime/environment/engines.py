@@ -1,0 +1,184 @@
+"""Engines: libraries that shard models and step their optimizers themselves. Standard library only.
+
+An engine is an extension, and the class of its section of the settings is its line in the table.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from accel_runtime.environment.registry import Registry
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineConfig",
+    "EngineConflict",
+    "EngineOptions",
+    "find_engine",
+    "list_engines",
+]
+
+
+class EngineConflict(NamedTuple):
+    """A setting that an engine excludes."""
+
+    key: str
+    """Its dotted key."""
+    value: Any
+    reason: str
+
+
+class EngineConfig(Protocol):
+    """The configuration of an engine: its section, a file of its own, and what other options state."""
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Return where each value comes from, by its name."""
+
+    @property
+    def summary(self) -> str:
+        """Return what is sharded, in words."""
+
+    @property
+    def mixed_precision(self) -> Any:
+        """Return the number format that it states, `bf16` or `fp16`; None without one."""
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Return the number of micro-batches of an optimizer step that it states; None without one."""
+
+
+class EngineOptions(Protocol):
+    """The options of an engine in a run, by the plugin of the script that is selected."""
+
+    plugins: dict[str, Any]
+    """The plugins of the script by name."""
+    config: Any
+    """The `EngineConfig` of models that are prepared now."""
+
+    @property
+    def plugin(self) -> Any:
+        """Return the selected plugin."""
+
+    @property
+    def section(self) -> Engine:
+        """Return the section of the settings that the options amount to."""
+
+    def select(self, name: str) -> None:
+        """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""
+
+    def read_plugin(self) -> bool:
+        """Read the selected plugin as it is now; return whether the configuration has changed."""
+
+
+class Engine:
+    """Options of an engine; a subclass is a frozen dataclass, by whose defaults the engine is not used."""
+
+    name: ClassVar[str]
+    """The name of the section in a profile, and of its variables."""
+    title: ClassVar[str]
+    """Its name in messages."""
+    switch: ClassVar[str]
+    """The field that selects the engine."""
+    file: ClassVar[str]
+    """The field with the path of a file of the engine."""
+    package: ClassVar[str]
+    """The package that it needs, which is an extra of accel too."""
+
+    @property
+    @abstractmethod
+    def is_used(self) -> bool:
+        """Return whether models are trained by this engine."""
+
+    @property
+    def key(self) -> str:
+        """Return the dotted key of the field that selects the engine."""
+        return f"{self.name}.{self.switch}"
+
+    @property
+    def choice(self) -> Any:
+        """Return the value of that field."""
+        return getattr(self, self.switch)
+
+    @property
+    def path(self) -> str:
+        """Return the path of the engine's file; empty without one."""
+        path: str = getattr(self, self.file)
+        return path
+
+    def move(self, path: str) -> Engine:
+        """Return these options with another path of the engine's file."""
+        moved: Engine = replace(self, **{self.file: path})  # type: ignore[type-var]
+        return moved
+
+    @abstractmethod
+    def find_conflict(self, settings: Any) -> EngineConflict | None:
+        """Return the first of the `Settings` that cannot be used with this engine."""
+
+    @abstractmethod
+    def read_config(self) -> EngineConfig:
+        """Return the configuration of the section and of the file that it names; raise SettingsError if it is invalid."""
+
+    @abstractmethod
+    def build_options(self, plugins: Any, mixed_precision: str, accumulation_steps: int) -> EngineOptions:
+        """Return the options of a run.
+
+        Args:
+            plugins: The plugin of the script, or several by name; None for those of the section alone.
+            mixed_precision: The number format that other options state; `no` without one.
+            accumulation_steps: The micro-batches of an optimizer step that they state; 1 without a statement.
+        """
+
+    @classmethod
+    @abstractmethod
+    def translate_variables(cls, read: Any) -> dict[str, Any]:
+        """Return an `Equivalent` for each field of the settings that Accelerate's variables mean, in its flat form.
+
+        `read` is the `VariableReader` of `environment/accelerate/variables.py`.
+        """
+
+    @abstractmethod
+    def export_variables(self) -> dict[Any, str]:
+        """Return the variables of Accelerate for this section, by their `Setting`."""
+
+    @abstractmethod
+    def list_export_limits(self) -> Iterator[str]:
+        """Yield sentences on options that differ in a script that uses Accelerate itself."""
+
+    @abstractmethod
+    def explain_refusal(self, device: str) -> str:
+        """Return why a script that uses Accelerate itself cannot run on a type of device; empty if it can."""
+
+
+ENGINES: Registry[type[Engine]] = Registry(
+    {
+        "deepspeed": "accel_runtime.extensions.deepspeed.settings:DeepSpeed",
+    }
+)
+"""The section of each engine, by its name."""
+
+
+def list_engines() -> tuple[Engine, ...]:
+    """Return the options of all engines, of which none is used."""
+    return tuple(ENGINES[name]() for name in ENGINES.names)
+
+
+def find_engine(plugins: Any) -> Engine:
+    """Return the options of the engine that a plugin of a script, or several by name, belong to, with their defaults.
+
+    Raises:
+        TypeError: They belong to no engine.
+    """
+    plugin = next(iter(plugins.values()), None) if isinstance(plugins, Mapping) else plugins
+    engines = list_engines()
+    name = getattr(plugin, "engine", None)
+    found = next((engine for engine in engines if engine.name == name), next(iter(engines), None))
+    if found is None:
+        raise TypeError(
+            f"Cannot use {plugin!r}: its engine is not part of this installation of accel. Leave it out."
+        )
+    return found
