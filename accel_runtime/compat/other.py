@@ -9,12 +9,9 @@ from accel_runtime.accelerator.operations import extract_model_from_parallel, wa
 from accel_runtime.backends import current_backend
 from accel_runtime.compat.launch import write_basic_config
 from accel_runtime.export.objects import load, write_object
-from accel_runtime.extensions.deepspeed.plugin import DummyOptim, DummyScheduler
 from accel_runtime.training.compile import compile_regions, has_compiled_regions, is_compiled_module
 
 __all__ = [
-    "DummyOptim",
-    "DummyScheduler",
     "MegatronLMDummyScheduler",
     "compile_regions",
     "extract_model_from_parallel",

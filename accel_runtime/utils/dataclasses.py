@@ -30,7 +30,7 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
+    "DeepSpeedPlugin",  # of extensions.deepspeed
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",

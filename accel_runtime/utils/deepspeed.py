@@ -2,4 +2,4 @@
 
 from accel_runtime.extensions.deepspeed.plugin import DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
-__all__ = ["DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]
+__all__ = ["DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]  # of extensions.deepspeed
