@@ -18,10 +18,15 @@ from accel_cli.profile.store import Store as ProfileStore
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
-from accel_runtime.extensions.object_stores.client import ObjectError
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.checkpoint_copy import convert_checkpoint, copy_checkpoint
-from accel_runtime.storage.errors import CheckpointError, DamageError, RequestError, describe_error
+from accel_runtime.storage.errors import (
+    CheckpointError,
+    DamageError,
+    RequestError,
+    StoreError,
+    describe_error,
+)
 from accel_runtime.storage.manifest import Checkpoint, Manifest
 from accel_runtime.storage.scan import (
     CheckpointEntry,
@@ -75,7 +80,7 @@ def command_errors() -> Iterator[None]:
         raise UsageError(str(error)) from error
     except CheckpointError as error:
         raise AccelError(str(error)) from error
-    except ObjectError as error:
+    except StoreError as error:
         raise AccelError(describe_error(error)) from error
 
 

@@ -19,6 +19,7 @@ from accel_runtime.foundation.module_names import match_names, state_dict
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers, list_meta_tensors
 from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
+from accel_runtime.storage.any_store import locate_file
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
@@ -34,7 +35,7 @@ from accel_runtime.storage.schema import (
     parse_strict_json,
     read_value,
 )
-from accel_runtime.storage.source_file import ReadRange, SourceFile, locate_file
+from accel_runtime.storage.source_file import ReadRange, SourceFile
 from accel_runtime.storage.store import parallel_map
 from accel_runtime.storage.tensor_file import NUMBER_FORMATS, iterate_runs
 

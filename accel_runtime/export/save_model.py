@@ -21,12 +21,11 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.collectives.handshake import all_gather_objects
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.topology import Topology
-from accel_runtime.extensions.object_stores.client import ObjectError
-from accel_runtime.extensions.object_stores.client_process import share_client
 from accel_runtime.foundation.module_names import state_dict
 from accel_runtime.foundation.tensor_bytes import memory_key
 from accel_runtime.parallel.dtensor import gather_tensor, local_shard
-from accel_runtime.storage.errors import CheckpointError, describe_error, errors_on_all_ranks
+from accel_runtime.storage.any_store import find_remote_store
+from accel_runtime.storage.errors import CheckpointError, StoreError, describe_error, errors_on_all_ranks
 from accel_runtime.storage.file_system import FileSystem, list_leftovers, open_atomically
 from accel_runtime.storage.tensor_file import (
     NUMBER_FORMATS,
@@ -99,33 +98,33 @@ def open_export(
 ) -> AbstractContextManager[Write]:
     """Return a context with a function that writes a file of the plan; at its end, files of an earlier export are removed."""
     if is_url(location):
-        return _open_object_export(plan, normalize_location(location))
+        return _open_remote_export(plan, normalize_location(location))
     return _open_folder_export(plan, Path(location), disk or FileSystem())
 
 
 @contextmanager
-def _open_object_export(plan: ExportPlan, url: str) -> Iterator[Write]:
-    """Write objects, which nobody sees until they are complete; the index is the last one.
+def _open_remote_export(plan: ExportPlan, url: str) -> Iterator[Write]:
+    """Write files at a URL, which nobody sees until they are complete; the index is the last one.
 
     An earlier export of as many files is absent from the first file on, since its files are replaced one after the other.
     """
-    client, names = share_client(), [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
+    store, names = find_remote_store(url), [*plan.shards, *([INDEX] if len(plan.shards) > 1 else [])]
     checksums: dict[str, str] = {}
     with _convert_errors(url):
-        old = [name for name in client.list_level(f"{url}/").objects if _EXPORT_FILE.fullmatch(name)]
+        old = [name for name in store.list_names(url) if _EXPORT_FILE.fullmatch(name)]
         if INDEX in old and set(old) & set(plan.shards):
-            client.delete([f"{url}/{INDEX}"])
+            store.delete([f"{url}/{INDEX}"])
 
         def write(name: str, tensors: Mapping[str, torch.Tensor]) -> None:
             with _convert_errors(url):
-                put = partial(client.put_stream, f"{url}/{name}")
+                put = partial(store.put_stream, f"{url}/{name}")
                 checksums[name] = write_safetensors(put, _build_parts(tensors), plan.metadata).file.checksum
 
         yield write
         if INDEX in names:
             shards = {name: _build_parts(tensors) for name, tensors in plan.shards.items()}
-            write_index(partial(client.put_stream, f"{url}/{INDEX}"), shards, {CHECKSUMS: checksums})
-        client.delete([f"{url}/{name}" for name in old if name not in names])
+            write_index(partial(store.put_stream, f"{url}/{INDEX}"), shards, {CHECKSUMS: checksums})
+        store.delete([f"{url}/{name}" for name in old if name not in names])
 
 
 @contextmanager
@@ -167,7 +166,7 @@ def _convert_errors(location: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = describe_error(error) if isinstance(error, ObjectError) else str(error)
+        reason = describe_error(error) if isinstance(error, StoreError) else str(error)
         raise CheckpointError(f"Cannot write the model to {location}: {reason}") from error
 
 

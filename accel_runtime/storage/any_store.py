@@ -1,18 +1,85 @@
-"""The store of every location: a directory, or an object store by its URL. Imports no torch."""
+"""The store and the files of every location: on disk, or of a table of remote stores by their URL. Imports no torch."""
 
 from __future__ import annotations
 
 import builtins
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
-from accel_runtime.environment.locations import is_url
-from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
+from accel_runtime.environment.locations import BUCKET_KINDS, is_url, normalize_location
+from accel_runtime.environment.registry import Registry
+from accel_runtime.storage.errors import AllGatherObjects, CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.manifest import Checkpoint
+from accel_runtime.storage.source_file import DiskFile, SourceFile
 from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store
 
-__all__ = ["AnyStore", "open_store"]
+__all__ = ["REMOTE_STORES", "AnyStore", "RemoteStore", "find_remote_store", "locate_file", "open_store"]
+
+
+class RemoteStore(ABC):
+    """A kind of service at URLs. Calls raise `RequestError` if a package for it is not installed, and `StoreError` if it fails."""
+
+    @abstractmethod
+    def open_store(self, run: Mapping[str, str] | None, retry_s: float | None) -> Store:
+        """Return the store of checkpoints; the arguments are those of the function `open_store`."""
+
+    @abstractmethod
+    def locate_file(self, url: str) -> SourceFile:
+        """Return the file or directory at a URL."""
+
+    @abstractmethod
+    def list_names(self, url: str) -> Sequence[str]:
+        """Return the names of the files in a directory."""
+
+    @abstractmethod
+    def put_stream(self, url: str, blocks: Iterable[memoryview], size: int) -> None:
+        """Write a file of `size` bytes, which is absent until it is complete; a block is valid until the next one is requested."""
+
+    @abstractmethod
+    def delete(self, urls: Iterable[str]) -> None:
+        """Remove files, which may be missing."""
+
+
+REMOTE_STORES: Registry[RemoteStore] = Registry(
+    {
+        "s3": "accel_runtime.extensions.object_stores.remote:OBJECTS",
+        "gs": "accel_runtime.extensions.object_stores.remote:OBJECTS",
+        "az": "accel_runtime.extensions.object_stores.remote:OBJECTS",
+    },
+    group="accel.stores",
+    error=RequestError,
+)
+"""The stores of URLs by the kind of their service, one of `BUCKET_KINDS`."""
+
+
+def find_remote_store(url: str) -> RemoteStore:
+    """Return the store of a URL; raise `RequestError` if there is none."""
+    try:
+        return REMOTE_STORES[_find_kind(url)]
+    except KeyError:
+        raise RequestError(
+            f"Cannot use {url}: no store of {url.partition(':')[0]}:// is installed. Use a directory, or install a package that "
+            "adds one."
+        ) from None
+
+
+def _find_kind(url: str) -> str:
+    return BUCKET_KINDS[url.partition(":")[0]]
+
+
+def locate_file(location: str | os.PathLike[str]) -> SourceFile:
+    """Return the file or directory at a path or URL."""
+    if not is_url(location):
+        return DiskFile(Path(location))
+    try:
+        url = normalize_location(location)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    return find_remote_store(url).locate_file(url)
 
 
 def open_store(
@@ -20,20 +87,17 @@ def open_store(
     retry_s: float | None = None,
     before_first_url: Callable[[], None] = lambda: None,
 ) -> AnyStore:
-    """Return the store of directories and of object stores.
+    """Return the store of all locations.
 
     Args:
-        run: Identity of this run; see `ObjectStore`.
-        retry_s: Seconds for which a failing call to an object store is repeated; None is the time in the settings of the run.
-        before_first_url: Called before the client of object stores is built.
+        run: Identity of this run: unfinished saves of an earlier attempt of it are removed at once.
+        retry_s: Seconds for which a failing call to a remote store is repeated; None is the time in the settings of the run.
+        before_first_url: Called before a remote store is opened.
     """
 
-    def build() -> Store:
-        from accel_runtime.extensions.object_stores.client_process import share_client  # noqa: PLC0415 - most runs have no URL
-        from accel_runtime.extensions.object_stores.store import ObjectStore  # noqa: PLC0415
-
+    def build(url: str) -> Store:
         before_first_url()
-        return ObjectStore(share_client(retry_s), run)
+        return find_remote_store(url).open_store(run, retry_s)
 
     return AnyStore(FileStore(), build)
 
@@ -43,12 +107,12 @@ class AnyStore(Store):
 
     Args:
         directories: The store of paths.
-        build_objects: Build the store of URLs, at the first one.
+        build_remote: Build the store of a URL, at the first one of its kind.
     """
 
-    def __init__(self, directories: Store, build_objects: Callable[[], Store]) -> None:
-        self._directories, self._build_objects = directories, build_objects
-        self._objects: Store | None = None
+    def __init__(self, directories: Store, build_remote: Callable[[str], Store]) -> None:
+        self._directories, self._build_remote = directories, build_remote
+        self._remote: dict[str, Store] = {}
         self._lock = threading.Lock()
 
     def choose(self, key: str) -> Store:
@@ -56,9 +120,9 @@ class AnyStore(Store):
         if not is_url(key):
             return self._directories
         with self._lock:
-            if self._objects is None:
-                self._objects = self._build_objects()
-            return self._objects
+            if (kind := _find_kind(key)) not in self._remote:
+                self._remote[kind] = self._build_remote(key)
+            return self._remote[kind]
 
     def begin(self, key: str, save: str, *, new: bool = False) -> Draft:
         """Begin a save."""

@@ -17,6 +17,7 @@ __all__ = [
     "DamageError",
     "PartError",
     "RequestError",
+    "StoreError",
     "catch_error",
     "check_same_directory",
     "convert_store_errors",
@@ -74,6 +75,21 @@ class PartError(CheckpointError):
         )
         self.reason = reason
         """Why the parts do not suffice, as the part of a sentence."""
+
+
+class StoreError(OSError):
+    """A call to a remote store has failed, after all retries.
+
+    Args:
+        key: URL of the file.
+        reason: The reason, without a period at its end.
+        cure: The cure, as a sentence.
+    """
+
+    def __init__(self, key: str, reason: str, cure: str) -> None:
+        super().__init__(errno.EIO, reason, key)
+        self.cure = cure
+        """The cure, as a sentence."""
 
 
 class CollectiveStep:

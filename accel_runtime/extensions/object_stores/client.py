@@ -1,4 +1,4 @@
-"""The interface of a client of an object store, and its errors. Imports no torch.
+"""The interface of a client of an object store, and errors of its own. Imports no torch.
 
 A key is the URL of an object, such as `s3://bucket/run/checkpoint.json`. `obstore_client` has the client of the services,
 `client_process` the one that a training process uses: it sends each call to a process of its own.
@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from accel_runtime.storage.errors import StoreError
+
 __all__ = [
     "ClientEndedError",
     "ConditionError",
     "Level",
     "ObjectClient",
-    "ObjectError",
     "RangeRequest",
     "StoredObject",
     "Upload",
@@ -24,22 +25,7 @@ __all__ = [
 ]
 
 
-class ObjectError(OSError):
-    """A call to an object store has failed, after all retries.
-
-    Args:
-        key: URL of the object.
-        reason: The reason, without a period at its end.
-        cure: The cure, as a sentence.
-    """
-
-    def __init__(self, key: str, reason: str, cure: str) -> None:
-        super().__init__(errno.EIO, reason, key)
-        self.cure = cure
-        """The cure, as a sentence."""
-
-
-class ClientEndedError(ObjectError):
+class ClientEndedError(StoreError):
     """The process of the client has ended, and the call was not made again."""
 
 
@@ -104,7 +90,7 @@ class Upload(ABC):
 class ObjectClient(ABC):
     """Calls to object stores. Instances are used by several threads at the same time.
 
-    A call that fails for a reason that may pass is repeated; an `ObjectError` is the end of these retries. A write that was
+    A call that fails for a reason that may pass is repeated; an `StoreError` is the end of these retries. A write that was
     repeated may have had its effect at the first time, so that its condition does not hold at the second.
 
     A client in a process of its own makes a call again in a new process if that one was killed, at most twice. It cannot do so

@@ -37,14 +37,13 @@ from accel_runtime.extensions.object_stores.client import (
     ConditionError,
     Level,
     ObjectClient,
-    ObjectError,
     RangeRequest,
     StoredObject,
     Upload,
     absent_error,
 )
 from accel_runtime.extensions.object_stores.obstore_client import ObstoreClient, explain_missing_client
-from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.errors import CheckpointError, RequestError, StoreError
 from accel_runtime.storage.store import RepeatableStream
 
 __all__ = ["ProcessClient", "share_client"]
@@ -117,7 +116,7 @@ class ProcessClient(ObjectClient):
             try:
                 for block in blocks:
                     upload.write(block)
-            except ObjectError:
+            except StoreError:
                 raise
             except BaseException:
                 call.abort()
@@ -419,7 +418,7 @@ def _receive_range(call: _Call, request: RangeRequest) -> None:
 _ERRORS: dict[str, Any] = {
     "condition": ConditionError,
     "absent": absent_error,
-    "object": ObjectError,
+    "object": StoreError,
     "checkpoint": CheckpointError,
 }
 
@@ -429,7 +428,7 @@ def _describe(error: Exception, key: str) -> tuple[str, tuple[str, ...]]:
         return "condition", (str(error),)
     if isinstance(error, FileNotFoundError):
         return "absent", (error.filename or key,)
-    if isinstance(error, ObjectError):
+    if isinstance(error, StoreError):
         return "object", (error.filename, error.strerror or "", error.cure)
     if isinstance(error, CheckpointError):
         return "checkpoint", (str(error),)

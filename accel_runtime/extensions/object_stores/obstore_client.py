@@ -26,13 +26,12 @@ from accel_runtime.extensions.object_stores.client import (
     ConditionError,
     Level,
     ObjectClient,
-    ObjectError,
     RangeRequest,
     StoredObject,
     Upload,
     absent_error,
 )
-from accel_runtime.storage.errors import CheckpointError, RequestError
+from accel_runtime.storage.errors import CheckpointError, RequestError, StoreError
 
 __all__ = ["ObstoreClient", "explain_missing_client"]
 
@@ -154,7 +153,7 @@ class ObstoreClient(ObjectClient):
             )
         except _get_errors() as error:
             failure = Failure.from_error(error, find_proxy(bucket, self._environ))
-            raise ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
+            raise StoreError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
         """Read one range after the other."""
@@ -173,7 +172,7 @@ class ObstoreClient(ObjectClient):
             reads=True,
         )
         if len(data) < length:
-            raise ObjectError(key, f"it ends before byte {start + length}", "Verify the checkpoint.")
+            raise StoreError(key, f"it ends before byte {start + length}", "Verify the checkpoint.")
         return memoryview(data)
 
     def list(self, prefix: str) -> list[StoredObject]:
@@ -269,10 +268,10 @@ class ObstoreClient(ObjectClient):
         now = time.monotonic()
         return now if now < self._given_up.get(bucket, 0.0) else now + self._retry_s
 
-    def _give_up(self, key: str, bucket: str, failure: Failure) -> ObjectError:
+    def _give_up(self, key: str, bucket: str, failure: Failure) -> StoreError:
         if failure.may_pass:
             self._given_up[bucket] = time.monotonic() + self._retry_s
-        return ObjectError(key, failure.describe(self._retry_s), failure.cure(bucket))
+        return StoreError(key, failure.describe(self._retry_s), failure.cure(bucket))
 
     def _report_retries(self, bucket: str, failure: Failure, seconds: float) -> None:
         """Report a call that is repeated for long, once for all threads."""
@@ -337,7 +336,7 @@ def _open_bucket(bucket: str, environ: Mapping[str, str], retry_s: float, *, num
         return store.from_url(bucket, **arguments)
     except (ValueError, TypeError, exceptions.BaseError) as error:
         reason = f"invalid settings: {_remove_urls(_first_line(str(error)))}"
-        raise ObjectError(bucket, reason, "Correct the variables of the environment.") from None
+        raise StoreError(bucket, reason, "Correct the variables of the environment.") from None
 
 
 _ENDPOINTS = (
@@ -401,7 +400,7 @@ def _find_aws_profile(environ: Mapping[str, str]) -> Any:
     except ValueError:  # the files have none
         return None
     except Exception as error:  # noqa: BLE001 - those of botocore, which is imported nowhere else
-        raise ObjectError(
+        raise StoreError(
             "s3://",
             f"the AWS profile cannot be used: {_first_line(str(error))}".rstrip("."),
             "Correct AWS_PROFILE, or the files in ~/.aws.",

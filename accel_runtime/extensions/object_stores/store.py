@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from accel_runtime.environment.text import parse_json
-from accel_runtime.extensions.object_stores.client import ConditionError, Level, ObjectClient, ObjectError
+from accel_runtime.extensions.object_stores.client import ConditionError, Level, ObjectClient
 from accel_runtime.extensions.object_stores.parts import (
     DRAFTS,
     HOOKS,
@@ -38,7 +38,7 @@ from accel_runtime.extensions.object_stores.parts import (
     release_key,
     reserve_key,
 )
-from accel_runtime.storage.errors import AbsentError, CheckpointError
+from accel_runtime.storage.errors import AbsentError, CheckpointError, StoreError
 from accel_runtime.storage.manifest import NAME, Checkpoint, parse_number
 from accel_runtime.storage.store import (
     DraftAddress,
@@ -197,9 +197,9 @@ class ObjectStore(Store):
             self.client.get(probe)
             self.client.list_level(f"{parent}/")
             self.client.delete([probe])
-        except ObjectError as error:
+        except StoreError as error:
             reason = f"checkpoints cannot be saved there: {error.strerror}"
-            raise ObjectError(parent, reason, error.cure) from None
+            raise StoreError(parent, reason, error.cure) from None
 
     def remove_leftovers(self, parent: str, below: int) -> None:
         """Remove what is left of new keys that were never committed, or removed by a process that has crashed."""

@@ -24,7 +24,7 @@ URL = "s3://bucket/run"
 def bucket(cwd, monkeypatch):
     """Return a bucket with two checkpoints of a project, which the commands use."""
     bucket = Bucket(cwd / ".bucket")
-    store = AnyStore(FileStore(), lambda: ObjectStore(bucket, piece_bytes=1 << 10))
+    store = AnyStore(FileStore(), lambda _: ObjectStore(bucket, piece_bytes=1 << 10))
     monkeypatch.setattr(checkpoints, "_STORE", store)
     project = ProjectConfiguration(project_dir=URL, automatic_checkpoint_naming=True)
     accelerator, model = Accelerator(project_config=project), torch.nn.Linear(20, 30)

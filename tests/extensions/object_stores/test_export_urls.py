@@ -7,8 +7,7 @@ import torch
 from support.object_store import Bucket, Outage
 
 from accel_runtime import Accelerator
-from accel_runtime.export import save_model
-from accel_runtime.storage import source_file
+from accel_runtime.extensions.object_stores import remote
 from accel_runtime.storage.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -23,8 +22,7 @@ def bucket(tmp_path, monkeypatch):
 
 def use_bucket(monkeypatch, folder, outage=None):
     bucket = Bucket(folder, outage)
-    for module in (save_model, source_file):
-        monkeypatch.setattr(module, "share_client", lambda: bucket)
+    monkeypatch.setattr(remote, "share_client", lambda: bucket)
     return bucket
 
 

@@ -19,12 +19,12 @@ from accel_runtime.extensions.object_stores.client import (
     ClientEndedError,
     ConditionError,
     Level,
-    ObjectError,
     RangeRequest,
 )
 from accel_runtime.extensions.object_stores.client_process import ProcessClient
 from accel_runtime.extensions.object_stores.obstore_client import Failure, find_proxy
 from accel_runtime.extensions.object_stores.store import ObjectStore
+from accel_runtime.storage.errors import StoreError
 from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
 from accel_runtime.storage.store import RepeatableStream
 
@@ -97,7 +97,7 @@ def test_missing_objects_and_buckets_are_different_errors(client, s3_url):
         lambda key: client.list(f"{key}/"),
         client.get,
     ):
-        with pytest.raises(ObjectError, match="NoSuchBucket") as raised:
+        with pytest.raises(StoreError, match="NoSuchBucket") as raised:
             call("s3://accel-no-such-bucket/object")
         assert raised.value.cure == "Create s3://accel-no-such-bucket, or correct the URL."
 
@@ -109,7 +109,7 @@ def test_a_stream_that_fails_leaves_no_object_and_a_client_that_works(client, s3
 
     with pytest.raises(ValueError, match="the end"):
         client.put_stream(f"{s3_url}/stream", generate(), 12 << 20)
-    with pytest.raises(ObjectError, match="NoSuchBucket"):
+    with pytest.raises(StoreError, match="NoSuchBucket"):
         client.put_stream("s3://accel-no-such-bucket/object", [memoryview(bytes(1 << 20))] * 40, 40 << 20)
     client.put(f"{s3_url}/other", b"1")
     assert [each.key for each in client.list(f"{s3_url}/")] == [f"{s3_url}/other"]

@@ -534,7 +534,7 @@ def start_project(folder):
     """Return a prepared Accelerator whose project is in a bucket."""
     project = ProjectConfiguration("s3://bucket/run", automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
-    accelerator._checkpoints._store = AnyStore(FileStore(), lambda: ObjectStore(Bucket(folder)))
+    accelerator._checkpoints._store = AnyStore(FileStore(), lambda _: ObjectStore(Bucket(folder)))
     accelerator.prepare(nn.Linear(2, 2))
     return accelerator
 
@@ -559,7 +559,7 @@ def test_a_store_that_fails_is_a_checkpoint_error_with_a_cure(memory):
     accelerator = start_project(memory)
     accelerator.save_state()
     failing = ObjectStore(Bucket(memory, Outage(1, "fails", 1000)))
-    accelerator._checkpoints._store = AnyStore(FileStore(), lambda: failing)
+    accelerator._checkpoints._store = AnyStore(FileStore(), lambda _: failing)
     checkpoints = accelerator.checkpoints
     for call in (checkpoints.list, checkpoints.any, checkpoints.newest, checkpoints.verify):
         with pytest.raises(CheckpointError, match=r"^s3://bucket/run\S*: Input/output error\. Check the "):

@@ -51,10 +51,9 @@ def open_objects(address, *, retry_s=RETRY_S, leftover_age_s=LEFTOVER_AGE_S, run
 def connect(accelerator, addresses, **limits):
     """Let an Accelerator keep checkpoints behind the address of its rank."""
     with open_objects(addresses[accelerator.process_index % len(addresses)], **limits) as objects:
-        before = accelerator._checkpoints._store._objects
-        if before is not None:  # `prepare` has checked the access
+        for before in accelerator._checkpoints._store._remote.values():  # `prepare` has checked the access
             before.client.close()
-        accelerator._checkpoints._store = AnyStore(FileStore(), lambda: objects)
+        accelerator._checkpoints._store = AnyStore(FileStore(), lambda _: objects)
         yield objects
 
 
