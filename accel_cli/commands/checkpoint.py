@@ -360,8 +360,9 @@ def _refuse_options(format_: str, values: dict[str, str | None]) -> None:
 
 def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:
     if entry["written_by"] != "accel":
-        writer = {"accelerate": "Accelerate", "deepspeed": "DeepSpeed"}[entry["written_by"]]
-        return entry["path"], "", "", "", "", f"written by {writer}"
+        from accel_runtime.storage.formats import FORMATS
+
+        return entry["path"], "", "", "", "", f"written by {FORMATS[entry['written_by']].title}"
     if entry["problem"]:
         return entry["path"], "", "", "", "", entry["problem"]
     state = f"complete {_format_part(entry)}".rstrip()

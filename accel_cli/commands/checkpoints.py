@@ -16,8 +16,6 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.profile.layers import read_layers
 from accel_cli.profile.store import Store as ProfileStore
 from accel_runtime.environment.locations import is_url, normalize_location
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.checkpoint_copy import convert_checkpoint, copy_checkpoint
 from accel_runtime.storage.errors import (
@@ -27,6 +25,7 @@ from accel_runtime.storage.errors import (
     StoreError,
     describe_error,
 )
+from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import Checkpoint, Manifest
 from accel_runtime.storage.scan import (
     CheckpointEntry,
@@ -183,8 +182,8 @@ def copy_snapshot(snapshot: Snapshot, target: str, progress: Progress) -> Manife
 @command_errors()
 def copy_to_location(directory: str, target: str, progress: Progress) -> dict[str, Any]:
     """Copy this checkpoint, or the newest complete one, to a path or URL where there is nothing."""
-    if not is_url(directory) and is_deepspeed_checkpoint(Path(directory)):
-        raise RequestError(f"{directory} was written by DeepSpeed. Copy the folder with cp.")
+    if writer := find_format(Path(directory), loads=True):
+        raise RequestError(f"{directory} was written by {FORMATS[writer].title}. Copy the folder with cp.")
     key = _normalize_target(target)
 
     def copy(snapshot: Snapshot) -> Checkpoint:
@@ -249,8 +248,8 @@ def prune_checkpoints(directory: str, keep: int, progress: Progress | None = Non
 
 def _use(directory: str, use: Callable[[Snapshot], _T]) -> _T:
     """Return the result of `use` for this checkpoint, or the newest complete one in the directory."""
-    if is_deepspeed_checkpoint(Path(directory)):
-        with open_deepspeed_checkpoint(Path(directory)) as snapshot:
+    if writer := find_format(Path(directory), loads=True):
+        with FORMATS[writer].open(Path(directory)) as snapshot:
             return use(snapshot)
     return use_checkpoint(_STORE, lambda: find_complete_checkpoint(directory, _STORE).key, use)
 
@@ -294,7 +293,7 @@ def _find_earlier(entry: CheckpointEntry, progress: Progress) -> dict[str, Any] 
 
 def _describe_entry(entry: CheckpointEntry) -> dict[str, Any]:
     description: dict[str, Any] = {"path": entry.location, "number": entry.number, "problem": entry.problem}
-    description["written_by"] = (entry.writer or "accel").lower()
+    description["written_by"] = entry.writer or "accel"
     if entry.checkpoint is None:
         return description | dict.fromkeys(("step", "saved_at", "world_size", "part_of_ranks", "bytes"))
     manifest = entry.checkpoint.manifest
@@ -312,7 +311,7 @@ def _describe_entry(entry: CheckpointEntry) -> dict[str, Any]:
 def _list_newer_problems(directory: str, checkpoint: Checkpoint) -> list[str]:
     """Return the problems of checkpoints newer than the selected one."""
     problems: list[str] = []
-    if is_deepspeed_checkpoint(Path(directory)):
+    if find_format(Path(directory), loads=True):
         return problems
     for entry in reversed(scan_location(directory, _STORE).entries):
         if entry.checkpoint == checkpoint:

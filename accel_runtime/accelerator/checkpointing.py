@@ -31,14 +31,13 @@ from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.text import print_note
-from accel_runtime.extensions.foreign_checkpoints.accelerate_format import restore_accelerate_checkpoint
 from accel_runtime.extensions.node_disks.node_disks import Candidate, NodeDisks, NodeSave, locate_project
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.errors import CheckpointError, DamageError, PartError, errors_on_all_ranks
+from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import Checkpoint
-from accel_runtime.storage.scan import find_writer
 from accel_runtime.storage.store import Store, list_numbered, next_number
 from accel_runtime.training.optimizer import PreparedOptimizer
 
@@ -369,16 +368,16 @@ class Checkpointing:
         self._run.strategy.synchronize()
         operation = "resume" if position == "exact" else f"load_state with position={position}"
         all_gather = self._run.build_all_gather(operation)
-        if (
-            input_dir is not None
-            and not is_url(input_dir)
-            and all_gather(self._run.backend.topology.rank == 0 and bool(find_writer(Path(input_dir))))[0]
-        ):
-            path, state = Path(input_dir).absolute(), self._training_state(self._run.meta_models)
-            items = state.items(without=self._run_load_hooks(path), strict=strict)
-            checkpoint = restore_accelerate_checkpoint(path, state, items, all_gather, strict=strict)
-            state.view.write_back()
-            return checkpoint
+        if input_dir is not None and not is_url(input_dir):
+            with errors_on_all_ranks(all_gather) as step:
+                is_first = self._run.backend.topology.rank == 0
+                step.share((is_first and find_format(Path(input_dir), loads=True)) or None)
+            if restore := FORMATS[step.values[0]].restore if step.values[0] else None:
+                path, state = Path(input_dir).absolute(), self._training_state(self._run.meta_models)
+                items = state.items(without=self._run_load_hooks(path), strict=strict)
+                checkpoint = restore(path, state, items, all_gather, strict=strict)
+                state.view.write_back()
+                return checkpoint
         from accel_runtime.checkpoint.load import LoadOperation  # noqa: PLC0415 - slow to import
 
         loading = LoadOperation(

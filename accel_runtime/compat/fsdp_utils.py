@@ -23,9 +23,8 @@ from accel_runtime.accelerator.state import PartialState
 from accel_runtime.environment.locations import is_url, join_location, normalize_location
 from accel_runtime.export.load_model import find_weight_file, list_shards
 from accel_runtime.export.objects import refuse_url
-from accel_runtime.extensions.foreign_checkpoints.dcp_folder import is_dcp_folder
-from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import open_dcp_checkpoint
 from accel_runtime.storage.any_store import open_store
+from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.store import split_key
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
@@ -200,9 +199,8 @@ def merge_fsdp_weights(
 
 def _merge(source: Path, output: Path) -> Path:
     """Write the weights, and return their source directory."""
-    if is_dcp_folder(source):
-        snapshot, _ = open_dcp_checkpoint(source)
-        with snapshot:
+    if other := find_format(source, loads=False):
+        with FORMATS[other].open(source) as snapshot:
             output.mkdir(parents=True, exist_ok=True)
             merge_tensors(snapshot, output / "model.safetensors", MergeRequest())
         return source

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from accel_runtime.extensions.foreign_checkpoints.dcp_folder import explain_dcp_folder, is_dcp_folder
 from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_system import FileSystem, add_path_to_error
+from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import (
     NAME,
     SIBLING,
@@ -105,8 +105,8 @@ def _read_open_manifest(path: Path, folder: int) -> Manifest:
     try:
         text = read_regular_file(FileSystem().open_file(name, folder, NAME), name)
     except FileNotFoundError:
-        if is_dcp_folder(path):
-            raise CheckpointError(explain_dcp_folder(path)) from None
+        if other := find_format(path, loads=False):
+            raise CheckpointError(FORMATS[other].explain(path)) from None
         raise CheckpointError(f"{path} is not a checkpoint: it has no {NAME}") from None
     except OSError as error:
         raise CheckpointError(f"{name} cannot be read: {error.strerror}") from error

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_runtime.environment.locations import is_url, normalize_location
-from accel_runtime.extensions.foreign_checkpoints.dcp_folder import explain_dcp_folder, is_dcp_folder
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.storage.directory import exists
 from accel_runtime.storage.errors import AbsentError, CheckpointError, RequestError, convert_store_errors
 from accel_runtime.storage.file_store import FileStore, identify_candidates, retry_while_changing
 from accel_runtime.storage.file_system import FileSystem
+from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, checkpoint_name, parse_number
 from accel_runtime.storage.store import Store, join_key, parallel_map, split_key
 
@@ -22,19 +21,10 @@ __all__ = [
     "explain_leftover",
     "find_complete_checkpoint",
     "find_newest_checkpoint",
-    "find_writer",
-    "is_accelerate_checkpoint",
     "scan_location",
 ]
 
 _LEFTOVER = re.compile(r"\.(.+)\.(saving-|replaced-|removing).*")
-_ACCELERATE = re.compile(
-    r"random_states_\d+\.pkl|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
-    r"|pytorch_model_fsdp.*"
-)
-"""File names that only Accelerate's `save_state` writes; weights alone may have another origin."""
-
-
 _LATER = " an hour after its last write, and a restart of its run at once"
 """When an unfinished save in an object store is taken for crashed: `LEFTOVER_AGE_S`."""
 
@@ -50,7 +40,7 @@ class CheckpointEntry:
     error: CheckpointError | None = None
     """Error of an incomplete or damaged checkpoint."""
     writer: str = ""
-    """Name of the program that wrote it, if not accel."""
+    """Name of its format, if another program wrote it."""
 
     @property
     def problem(self) -> str:
@@ -199,8 +189,8 @@ def find_newest_checkpoint(location: str, store: Store) -> CheckpointEntry:
 
 def _list_entries(location: str, store: Store) -> list[CheckpointEntry]:
     scan = scan_location(location, store)
-    if not scan.entries and not is_url(location) and is_dcp_folder(Path(location)):
-        raise RequestError(explain_dcp_folder(Path(location)))
+    if not scan.entries and (other := find_format(Path(location), loads=False)):
+        raise RequestError(FORMATS[other].explain(Path(location)))
     if not scan.entries:
         raise RequestError(
             f"No checkpoint found in {scan.parent!r}. Give the directory that save_state wrote, or its URL."
@@ -210,9 +200,8 @@ def _list_entries(location: str, store: Store) -> list[CheckpointEntry]:
 
 def _read_entry(path: Path) -> CheckpointEntry:
     location = os.fspath(path)
-    if writer := find_writer(path):
-        problem = f"{path} was written by {writer}, without checksums: accelerator.load_state() loads it"
-        return CheckpointEntry(location, None, CheckpointError(problem), writer)
+    if writer := find_format(path, loads=True):
+        return CheckpointEntry(location, None, CheckpointError(FORMATS[writer].explain(path)), writer)
     try:
         return CheckpointEntry(location, FileStore().find(location))
     except CheckpointError as error:
@@ -220,20 +209,6 @@ def _read_entry(path: Path) -> CheckpointEntry:
 
 
 def _is_checkpoint_directory(path: Path) -> bool:
-    return (path / NAME).is_file() or parse_number(path.name) is not None or bool(find_writer(path))
-
-
-def find_writer(folder: Path) -> str:
-    """Return the name of the program that wrote a checkpoint, if it is another one that accel reads; else an empty string."""
-    if is_deepspeed_checkpoint(folder):
-        return "DeepSpeed"
-    return "Accelerate" if is_accelerate_checkpoint(folder) else ""
-
-
-def is_accelerate_checkpoint(folder: Path) -> bool:
-    """Return whether a directory is a checkpoint of Accelerate."""
-    try:
-        names = {path.name for path in folder.iterdir()}
-    except OSError:
-        return False
-    return NAME not in names and any(map(_ACCELERATE.fullmatch, names))
+    return (
+        (path / NAME).is_file() or parse_number(path.name) is not None or bool(find_format(path, loads=True))
+    )

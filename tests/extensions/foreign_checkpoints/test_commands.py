@@ -195,7 +195,7 @@ def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatc
     (cwd / "stuck.py").write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from accel_runtime.checkpoint import dcp_export\n"
+        "from accel_runtime.extensions.foreign_checkpoints import dcp_export\n"
         "def wait(*_):\n"
         "    dcp_export._print_line({'read': 1})\n"
         "    time.sleep(600)\n"

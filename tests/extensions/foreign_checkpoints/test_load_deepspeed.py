@@ -27,7 +27,7 @@ from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_dee
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, iterate_boxes, read_torch_file
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.scan import find_writer
+from accel_runtime.storage.formats import find_format
 from accel_runtime.storage.tensor_file import MergeRequest
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
@@ -314,7 +314,7 @@ def test_the_tag_in_latest_is_loaded_and_a_missing_one_is_named(tmp_path):
         CheckpointError, match=r"latest names 'global_step3', which has no file \*_model_states.pt"
     ):
         open_deepspeed_checkpoint(folder)
-    assert find_writer(folder / "global_step4") == "DeepSpeed"
+    assert find_format(folder / "global_step4", loads=True) == "deepspeed"
     Run().accelerator.load_state(folder / "global_step4")
     (folder / "latest").write_text("global_step4\n")
     Run().accelerator.load_state(folder)
