@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from accel_cli import console
-from accel_cli.commands.command import Group
+from accel_cli.commands.command import Command, Group
 from accel_cli.commands.completion import complete_checkpoints, complete_files
 from accel_cli.commands.options import IntRange, argument, option
 from accel_cli.errors import UsageError
+from accel_runtime.environment.registry import Registry
 
-__all__ = ["checkpoint"]
+if TYPE_CHECKING:
+    from accel_cli.commands.checkpoints import Export
+
+__all__ = ["COMMANDS", "EXPORTS", "checkpoint"]
+
+COMMANDS: Registry[click.Command] = Registry(
+    {
+        "list": "accel_cli.commands.checkpoint:list_",
+        "verify": "accel_cli.commands.checkpoint:verify",
+        "show": "accel_cli.commands.checkpoint:show",
+        "export": "accel_cli.commands.checkpoint:export",
+        "prune": "accel_cli.commands.checkpoint:prune",
+        "import": "accel_cli.extensions.foreign_checkpoints.command:import_",
+        "copy": "accel_cli.commands.checkpoint:copy",
+    },
+    group="accel.checkpoint_commands",
+    error=UsageError,
+)
+"""The commands of `accel checkpoint` by name."""
+EXPORTS: Registry[Export] = Registry(
+    {
+        "safetensors": "accel_cli.commands.checkpoints:SAFETENSORS",
+        "dcp": "accel_cli.extensions.foreign_checkpoints.commands:DCP",
+        "hf": "accel_cli.commands.checkpoints:PRETRAINED",
+    },
+    group="accel.exports",
+    error=UsageError,
+)
+"""The formats of `accel checkpoint export` by name."""
 
 _MAX_FILES = 2
 """The most files of an item that are shown by name; of more, the first and the last are shown."""
@@ -26,11 +56,13 @@ _directory = argument(
     shell_complete=complete_checkpoints,
 )
 _json = option("--json", "as_json", is_flag=True, help="Print JSON.")
+_command = partial(click.command, cls=Command)
 
 
 @click.group(
     "checkpoint",
     cls=Group,
+    commands=COMMANDS,
     panel="Run",
     no_args_is_help=True,
     epilog="Example: accel checkpoint list",
@@ -39,7 +71,7 @@ def checkpoint() -> None:
     """List, verify, show, export, import, copy and prune checkpoints."""
 
 
-@checkpoint.command("list", epilog="Example: accel checkpoint list runs/7")
+@_command("list", epilog="Example: accel checkpoint list runs/7")
 @_directory
 @_json
 def list_(directory: str, as_json: bool) -> None:
@@ -63,7 +95,7 @@ def list_(directory: str, as_json: bool) -> None:
         console.note(f"{path} {explain_leftover(path)}")
 
 
-@checkpoint.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
+@_command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
 @_directory
 @_json
 @click.pass_context
@@ -97,7 +129,7 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
     context.exit(1)
 
 
-@checkpoint.command("show", epilog="Example: accel checkpoint show --tensors")
+@_command("show", epilog="Example: accel checkpoint show --tensors")
 @_directory
 @option("--tensors", is_flag=True, help="List every tensor and the location of its parts.")
 @_json
@@ -129,7 +161,7 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
         console.table(("TENSOR", "SHAPE", "DTYPE", "SIZE", "PARTS"), rows)
 
 
-@checkpoint.command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
+@_command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
 @_directory
 @option(
     "-o",
@@ -142,7 +174,7 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
 @option(
     "--format",
     "format_",
-    type=click.Choice(["safetensors", "dcp", "hf"]),
+    type=click.Choice(EXPORTS.names),
     default="safetensors",
     help="Write a safetensors file, models and optimizers for torch.distributed.checkpoint, or a folder as save_pretrained does.",
 )
@@ -188,11 +220,10 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     No GPU is needed, memory use does not grow with the model, and every byte is verified. Checkpoints of DeepSpeed are exported
     too, with float32 weights, but they have no checksums to verify.
     """
-    from accel_cli.commands import checkpoints
-    from accel_cli.extensions.foreign_checkpoints import commands as checkpoint_formats
     from accel_runtime.storage.file_system import parse_size
     from accel_runtime.storage.tensor_file import MergeRequest
 
+    chosen = EXPORTS[format_]
     _refuse_options(
         format_, {"--item": item, "--dtype": dtype, "--max-shard-size": max_shard_size, "--layout": layout}
     )
@@ -202,19 +233,13 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise UsageError(str(error)) from None
     request = MergeRequest(item or "model", rank, _DTYPES[dtype] if dtype else None, max_bytes)
     with console.read_progress() as progress:
-        if format_ == "dcp":
-            result = checkpoint_formats.export_dcp(directory, output, layout or "nested", rank, progress)
-        elif format_ == "hf":
-            result = checkpoint_formats.export_pretrained(directory, output, request, progress)
-        else:
-            result = checkpoints.export_checkpoint(directory, output, request, progress)
+        result = chosen.write(directory, output, request, progress, **({"layout": layout} if layout else {}))
     _print_skipped(result)
     if as_json:
         console.print_json(result)
         return
     if result["others"]:
-        reason = "torch's format does not have them" if format_ == "dcp" else "they are not tensors"
-        console.note(f"not exported, because {reason}: {', '.join(result['others'])}")
+        console.note(f"not exported, because {chosen.lacks}: {', '.join(result['others'])}")
     for name, target in result["ties"].items():
         console.note(f"{name} is tied to {target}, and written once")
     console.plain(
@@ -223,7 +248,7 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     )
 
 
-@checkpoint.command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
+@_command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
 @_directory
 @option(
     "--keep",
@@ -263,60 +288,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
         console.note(f"{path} was kept: it {explain_leftover(path)}")
 
 
-@checkpoint.command(
-    "import",
-    epilog="Example: accel checkpoint import outputs/checkpoint/step-1000 -o runs/7/checkpoints/checkpoint_0",
-)
-@argument("folder", metavar="FOLDER", help="Read this folder that torch.distributed.checkpoint wrote.")
-@option(
-    "-o",
-    "--output",
-    metavar="DIR",
-    required=True,
-    help="Write this checkpoint, which must not exist.",
-    shell_complete=complete_files,
-)
-@option(
-    "--model",
-    "models",
-    metavar="KEY",
-    multiple=True,
-    help="Import the model at this key of the state dict, such as app.model; '' is the top level. Several: repeat it.",
-)
-@option(
-    "--optimizer",
-    "optimizers",
-    metavar="KEY",
-    multiple=True,
-    help="Import the optimizer at this key of the state dict. Several: repeat it.",
-)
-@_json
-def import_(
-    folder: str, output: str, models: tuple[str, ...], optimizers: tuple[str, ...], as_json: bool
-) -> None:
-    """Import a checkpoint of torch.distributed.checkpoint: dcp.save, torchtitan, or FSDP with Accelerate.
-
-    Weights and optimizers are imported, of any number of processes; no code in the folder is run.
-    """
-    from accel_cli.extensions.foreign_checkpoints.commands import import_dcp
-    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
-
-    with console.read_progress() as progress:
-        result = import_dcp(folder, output, DcpSelection(models, optimizers), progress)
-    if as_json:
-        console.print_json(result)
-        return
-    if result["others"]:
-        console.note(
-            f"not imported, because it is neither model nor optimizer: {', '.join(result['others'])}"
-        )
-    console.plain(
-        f"{result['tensors']} tensors of step {result['step']}, {console.format_size(result['bytes'])}: "
-        f"{', '.join(result['items'])} from {result['from']} in {result['path']}"
-    )
-
-
-@checkpoint.command(
+@_command(
     "copy",
     epilog="Example: accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
 )
@@ -341,21 +313,12 @@ def copy(directory: str, target: str, as_json: bool) -> None:
     )
 
 
-_OPTIONS = {
-    "safetensors": {"--item", "--dtype", "--max-shard-size"},
-    "hf": {"--item", "--dtype", "--max-shard-size"},
-    "dcp": {"--layout"},
-}
-"""Options that only some formats take."""
-
-
 def _refuse_options(format_: str, values: dict[str, str | None]) -> None:
     for name, value in values.items():
-        if value is not None and name not in _OPTIONS[format_]:
-            formats = " or ".join(each for each, names in _OPTIONS.items() if name in names)
-            raise UsageError(
-                f"{name} has no effect with --format {format_}. Leave it out, or use --format {formats}."
-            )
+        if value is not None and name not in EXPORTS[format_].options:
+            formats = " or ".join(each for each, export in EXPORTS.items() if name in export.options)
+            other = f", or use --format {formats}" if formats else ""
+            raise UsageError(f"{name} has no effect with --format {format_}. Leave it out{other}.")
 
 
 def _format_entry(entry: dict[str, Any]) -> tuple[str, ...]:

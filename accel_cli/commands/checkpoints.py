@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from accel_runtime.storage.errors import (
     StoreError,
     describe_error,
 )
+from accel_runtime.storage.file_system import create_folder_atomically, require_new_folder
 from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import Checkpoint, Manifest
 from accel_runtime.storage.scan import (
@@ -38,10 +40,14 @@ from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 from accel_runtime.storage.verification import verify_files
 
 __all__ = [
+    "PRETRAINED",
+    "SAFETENSORS",
+    "Export",
     "command_errors",
     "copy_snapshot",
     "copy_to_location",
     "export_checkpoint",
+    "export_pretrained",
     "list_checkpoints",
     "prune_checkpoints",
     "require_path",
@@ -54,6 +60,9 @@ _T = TypeVar("_T")
 Progress = Callable[[str, int, int], None]
 """Receives the path of a checkpoint, the number of bytes read of it, and its size (0 if unknown)."""
 _PROGRESS_S = 0.1
+_WEIGHTS = "model.safetensors"
+_MAX_SHARD_BYTES = 50 * 1000**3
+"""Default of `save_pretrained` (transformers 5)."""
 _RETRY_S = 30.0
 """Seconds for which a failing call to an object store is repeated: someone waits for the command."""
 
@@ -157,6 +166,37 @@ def export_checkpoint(
     return write_export(directory, write, progress)
 
 
+def export_pretrained(
+    directory: str, output: str, request: MergeRequest, progress: Progress
+) -> dict[str, Any]:
+    """Write the weights of a model into a folder, as `save_pretrained` of Hugging Face does."""
+    if not request.item.startswith("model"):
+        raise UsageError(
+            f"Cannot write {request.item} with --format hf: it has models only. Choose a model with --item."
+        )
+    require_path(output, "write")
+    folder = Path(output)
+    request = replace(request, max_shard_bytes=request.max_shard_bytes or _MAX_SHARD_BYTES, lists_ties=False)
+
+    def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
+        if folder.is_dir():  # with the configuration of the model
+            weights = [
+                path.name for path in folder.iterdir() if re.fullmatch(r"model.*\.safetensors.*", path.name)
+            ]
+            if weights:
+                raise RequestError(
+                    f"{folder} has {min(weights)} already. Remove it, or choose another folder."
+                )
+            result = merge_tensors(snapshot, folder / _WEIGHTS, request, counter)
+        else:
+            require_new_folder(folder)
+            with create_folder_atomically(folder) as scratch:
+                result = merge_tensors(snapshot, scratch / _WEIGHTS, request, counter)
+        return {**asdict(result), "files": [str(folder / Path(file).name) for file in result.files]}
+
+    return write_export(directory, write, progress)
+
+
 @command_errors()
 def write_export(
     directory: str, write: Callable[[Snapshot, Callable[[int], None]], dict[str, Any]], progress: Progress
@@ -170,6 +210,23 @@ def write_export(
     checkpoint, result = _use(directory, export)
     head = {"path": checkpoint.key, "step": checkpoint.manifest.step}
     return {**head, "skipped": _list_newer_problems(directory, checkpoint), **result}
+
+
+@dataclass(frozen=True)
+class Export:
+    """A format in which `accel checkpoint export` writes."""
+
+    write: Callable[..., dict[str, Any]]
+    """Write a checkpoint: `write(directory, output, request, progress)`, with `layout=...` if one is chosen."""
+    options: frozenset[str]
+    """Options that only some formats take, and this one does."""
+    lacks: str = "they are not tensors"
+    """Why items are not exported."""
+
+
+_OF_TENSORS = frozenset({"--item", "--dtype", "--max-shard-size"})
+SAFETENSORS = Export(export_checkpoint, _OF_TENSORS)
+PRETRAINED = Export(export_pretrained, _OF_TENSORS)
 
 
 @command_errors()

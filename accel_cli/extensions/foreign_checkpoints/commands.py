@@ -1,66 +1,39 @@
-"""Export checkpoints in torch's format and as `save_pretrained` writes them, and import torch's; torch is not imported."""
+"""Export checkpoints in torch's format, and import those in it; torch is not imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from accel_cli.commands.checkpoints import Progress, command_errors, copy_snapshot, require_path, write_export
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.commands.checkpoints import (
+    Export,
+    Progress,
+    command_errors,
+    copy_snapshot,
+    require_path,
+    write_export,
+)
+from accel_cli.errors import AccelError
 from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.errors import RequestError
-from accel_runtime.storage.file_system import create_folder_atomically, require_new_folder
+from accel_runtime.storage.file_system import require_new_folder
 from accel_runtime.storage.store import Snapshot
-from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
+from accel_runtime.storage.tensor_file import MergeRequest
 
-__all__ = ["export_dcp", "export_pretrained", "import_dcp"]
+__all__ = ["DCP", "export_dcp", "import_dcp"]
 
-_MAX_SHARD_BYTES = 50 * 1000**3
-"""Default of `save_pretrained` (transformers 5)."""
-_WEIGHTS = "model.safetensors"
 _STOP_S = 30
 """Seconds that the process of an export has to remove what it has written."""
 
 
-def export_pretrained(
-    directory: str, output: str, request: MergeRequest, progress: Progress
+def export_dcp(
+    directory: str, output: str, request: MergeRequest, progress: Progress, layout: str = "nested"
 ) -> dict[str, Any]:
-    """Write the weights of a model into a folder, as `save_pretrained` of Hugging Face does."""
-    if not request.item.startswith("model"):
-        raise UsageError(
-            f"Cannot write {request.item} with --format hf: it has models only. Choose a model with --item."
-        )
-    require_path(output, "write")
-    folder = Path(output)
-    request = replace(request, max_shard_bytes=request.max_shard_bytes or _MAX_SHARD_BYTES, lists_ties=False)
-
-    def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
-        if folder.is_dir():  # with the configuration of the model
-            weights = [
-                path.name for path in folder.iterdir() if re.fullmatch(r"model.*\.safetensors.*", path.name)
-            ]
-            if weights:
-                raise RequestError(
-                    f"{folder} has {min(weights)} already. Remove it, or choose another folder."
-                )
-            result = merge_tensors(snapshot, folder / _WEIGHTS, request, counter)
-        else:
-            require_new_folder(folder)
-            with create_folder_atomically(folder) as scratch:
-                result = merge_tensors(snapshot, scratch / _WEIGHTS, request, counter)
-        return {**asdict(result), "files": [str(folder / Path(file).name) for file in result.files]}
-
-    return write_export(directory, write, progress)
-
-
-def export_dcp(directory: str, output: str, layout: str, rank: int, progress: Progress) -> dict[str, Any]:
     """Write the models and optimizers into a folder of torch.distributed.checkpoint, in a process that imports torch."""
     require_path(output, "write")
     if importlib.util.find_spec("torch") is None:
@@ -70,10 +43,13 @@ def export_dcp(directory: str, output: str, layout: str, rank: int, progress: Pr
 
     def write(snapshot: Snapshot, counter: Callable[[int], None]) -> dict[str, Any]:
         require_new_folder(Path(output))  # before the seconds of the import
-        request = {"key": snapshot.checkpoint.key, "output": output, "layout": layout, "rank": rank}
-        return {"files": [output], "ties": {}, **_run_export(request, counter)}
+        form = {"key": snapshot.checkpoint.key, "output": output, "layout": layout, "rank": request.rank}
+        return {"files": [output], "ties": {}, **_run_export(form, counter)}
 
     return write_export(directory, write, progress)
+
+
+DCP = Export(export_dcp, frozenset({"--layout"}), lacks="torch's format does not have them")
 
 
 def _run_export(request: dict[str, Any], counter: Callable[[int], None]) -> dict[str, Any]:
