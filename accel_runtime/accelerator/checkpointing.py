@@ -24,6 +24,7 @@ from accel_runtime.checkpoint.manager import (
     RunOrigin,
     StagingBuffers,
 )
+from accel_runtime.checkpoint.node_saves import Candidate, NodeSaves, open_node_saves
 from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
 from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
@@ -31,7 +32,6 @@ from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.environment.text import print_note
-from accel_runtime.extensions.node_disks.node_disks import Candidate, NodeDisks, NodeSave, locate_project
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.any_store import open_store
@@ -61,7 +61,7 @@ class Checkpointing:
 
     def __init__(self, run: Run, origin: RunOrigin, node_name: str, is_stopping: Callable[[], bool]) -> None:
         self._run, self._node_name, self._is_stopping = run, node_name, is_stopping
-        self._node_disks: NodeDisks | None = None
+        self._node_saves: NodeSaves | None = None
         self._warned_of_node_dir = False
         self._resume_policy = ResumePolicy(run.options.settings.resume, origin)
         self._checked_directory = False
@@ -86,7 +86,7 @@ class Checkpointing:
         Raises:
             CheckpointError: Checkpoints with automatic names cannot be saved there.
         """
-        self._connect_node_disks("prepare")
+        self._connect_node_saves("prepare")
         topology = self._run.backend.topology
         if self._checked_directory:
             return
@@ -121,7 +121,7 @@ class Checkpointing:
         if problem and is_first:
             _LOG.warning("%s", problem)
 
-    def _connect_node_disks(self, operation: str) -> NodeDisks | None:
+    def _connect_node_saves(self, operation: str) -> NodeSaves | None:
         """Return the checkpoints on the disks of the nodes; None without `node_dir` or automatic names. Collective."""
         project, settings = self._run.options.project, self._run.options.settings
         parent = project.checkpoints
@@ -132,15 +132,16 @@ class Checkpointing:
             or parent is None
         ):
             return None
-        if self._node_disks is None:
-            directory = locate_project(settings.node_dir, project.project_dir)
+        if self._node_saves is None:
             rank = self._run.backend.topology.rank
-            self._node_disks = NodeDisks(self._store, directory, settings.store_every, rank)
-        number = self._node_disks.connect(
+            self._node_saves = open_node_saves(
+                self._store, settings.node_dir, project.project_dir, settings.store_every, rank
+            )
+        number = self._node_saves.connect(
             self._run.build_all_gather(operation), lambda: next_number(self._store, os.fspath(parent))
         )
         project.iteration = max(project.iteration, number)
-        return self._node_disks
+        return self._node_saves
 
     def _warn_of_node_dir(self) -> None:
         """Warn once that the directory of the profile has no effect."""
@@ -216,12 +217,12 @@ class Checkpointing:
         began = time.monotonic()
         strategy, backend = self._run.strategy, self._run.backend
         strategy.synchronize()
-        disks = None if one_rank else self._connect_node_disks("save_state")
+        disks = None if one_rank else self._connect_node_saves("save_state")
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
         on_nodes = disks is not None and disks.takes_next and not self._is_stopping()
-        saving = (NodeSave if on_nodes else SaveOperation)(
+        saving = (disks.operation if disks is not None and on_nodes else SaveOperation)(
             group,
             self._store,
             run=self._resume_policy.origin.identity,
@@ -305,7 +306,7 @@ class Checkpointing:
         """
         self._load_attempted = True
         self._background_writer.wait()
-        disks, is_first = self._connect_node_disks("load_state"), self._run.backend.topology.rank == 0
+        disks, is_first = self._connect_node_saves("load_state"), self._run.backend.topology.rank == 0
         if disks is None:
             return None
         all_gather = self._run.build_all_gather("search for the newest checkpoint")
@@ -388,7 +389,7 @@ class Checkpointing:
             strict=strict,
             copies=self._run.backend.data_rank.model_parallel_size,
             local_world_size=self._run.backend.topology.local_world_size,
-            node_ranks=() if self._node_disks is None else self._node_disks.ranks,
+            node_ranks=() if self._node_saves is None else self._node_saves.ranks,
         )
         with ExitStack() as stack:
             stack.callback(loading.close)

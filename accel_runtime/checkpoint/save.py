@@ -182,7 +182,7 @@ class SaveOperation:
         replicas: Compares the weights of replicas; None compares nothing.
         to_host: Makes the state of an item ready for files.
         ranks: The ranks that write this checkpoint, of which the first commits; None means all. Those of a node write what they
-            have, and `NodeSave` ends the save.
+            have, and `NodeSaves.operation` ends the save.
     """
 
     _max_small = _SMALL

@@ -19,6 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from accel_runtime.checkpoint.node_saves import Candidate, NodeSaves
 from accel_runtime.checkpoint.save import SaveOperation, SaveTarget, Written
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.locations import normalize_location
@@ -41,7 +42,7 @@ from accel_runtime.storage.manifest import (
 from accel_runtime.storage.schema import read_value
 from accel_runtime.storage.store import Store, list_numbered, next_number, numbered_key, split_key
 
-__all__ = ["Candidate", "NodeDisks", "NodeSave", "locate_project"]
+__all__ = ["NodeDisks", "NodeSave", "locate_project"]
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 _KEPT = 2
@@ -73,32 +74,27 @@ class Listing:
     """Why others in the store cannot be used, by number, from the first rank."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A complete checkpoint that may be loaded."""
-
-    number: int
-    key: str
-    """Its key in the store, or that of the part on this node."""
-    save: str = ""
-    """Name of the save of the parts on the nodes; empty in the store."""
-
-
-class NodeDisks:
+class NodeDisks(NodeSaves):
     """The checkpoints of a project on the disks of the nodes, on one rank.
-
-    Every method is called on all ranks, in the same order.
 
     Args:
         store: The store of directories.
-        directory: Directory of the project on the disk of this node.
+        node_dir: Directory on the disk of each node.
+        project_dir: Directory of the project.
         store_every: A save of so many goes to the store.
         rank: This rank.
     """
 
-    def __init__(self, store: Store, directory: Path, store_every: int, rank: int) -> None:
-        self._store, self.directory = store, directory
-        self._parent, self._store_every, self._rank = os.fspath(directory), store_every, rank
+    def __init__(
+        self,
+        store: Store,
+        node_dir: str | os.PathLike[str],
+        project_dir: str | os.PathLike[str],
+        store_every: int,
+        rank: int,
+    ) -> None:
+        self._store, self.directory = store, locate_project(node_dir, project_dir)
+        self._parent, self._store_every, self._rank = os.fspath(self.directory), store_every, rank
         self._ranks: tuple[int, ...] = ()
         self._token = ""
         self._next = 0
@@ -107,27 +103,24 @@ class NodeDisks:
         """Numbers of the checkpoints that are known to be on all nodes, the newest last."""
 
     @property
+    @override
+    def operation(self) -> type[NodeSave]:
+        return NodeSave
+
+    @property
+    @override
     def ranks(self) -> tuple[int, ...]:
-        """Return the ranks that share the disk of this node; the first one commits."""
         return self._ranks
 
     @property
+    @override
     def takes_next(self) -> bool:
         """Return whether the next save belongs on the disks of the nodes, by the number of those since the last to the store."""
         return self._since_store + 1 < self._store_every
 
+    @override
     def connect(self, all_gather: AllGatherObjects, count_stored: Callable[[], int]) -> int:
-        """Find the ranks of this node, and return the number of the next checkpoint; only the first call exchanges anything.
-
-        Ranks that see each other's files share a disk, whatever the launcher calls a node.
-
-        Args:
-            all_gather: The collective call.
-            count_stored: Return the next number of the store; called on the first rank.
-
-        Raises:
-            CheckpointError: A node cannot write into the directory.
-        """
+        """Find the ranks that see each other's files, whatever the launcher calls a node; see the base class."""
         if self._ranks:
             return self._next
         marker = self.directory / f"{_MARKER}{uuid.uuid4().hex}"
@@ -154,16 +147,16 @@ class NodeDisks:
         self._next = max(self._next, *numbers)
         return self._next
 
+    @override
     def choose_target(self, iteration: int, output_dir: str | None) -> SaveTarget:
-        """Return the name of the next checkpoint, which no later save gets; `iteration` is the project's number."""
         number = max(self._next, iteration)
         self._next = number + 1
         # Every node begins its part before the ranks exchange anything, so all derive the name of the save.
         save = hash_bytes(f"{self._token} {number}".encode())[:12]
         return SaveTarget(lambda: numbered_key(self._parent, number), output_dir, numbered=True, save=save)
 
+    @override
     def record_save(self, key: str, *, on_nodes: bool) -> None:
-        """Count a save that is complete on all nodes or in the store, and remove older ones of this node."""
         self._since_store = self._since_store + 1 if on_nodes else 0
         if on_nodes:
             self._complete.append(parse_number(split_key(key)[1]) or 0)
@@ -190,19 +183,13 @@ class NodeDisks:
 
     # Loading -----------------------------------------------------------------------------
 
+    @override
     def find_candidates(
         self,
         all_gather: AllGatherObjects,
         list_stored: Callable[[], tuple[list[Checkpoint], dict[int, CheckpointError]]],
         accepts: Callable[[Checkpoint], bool],
     ) -> list[Candidate]:
-        """Return the checkpoints that are complete in the store or on all nodes, the newest first, in one exchange.
-
-        Args:
-            all_gather: The collective call.
-            list_stored: Return the complete checkpoints in the store, and the errors of the others; called on the first rank.
-            accepts: Return whether a checkpoint may be loaded.
-        """
         with errors_on_all_ranks(all_gather) as step:
             parts, errors = list_numbered(self._store, self._parent)
             stored, stored_errors = ([], {}) if self._rank else list_stored()
@@ -232,8 +219,8 @@ class NodeDisks:
             _report_incomplete(listings, found[0].number if found else -1)
         return found
 
+    @override
     def record_load(self, loaded: Candidate, candidates: Sequence[Candidate]) -> None:
-        """Continue after a checkpoint: count the saves since the newest one in the store, and forget newer ones of the nodes."""
         self._complete = [number for number in self._complete if number <= loaded.number]
         stored = [each.number for each in candidates if not each.save and each.number <= loaded.number]
         self._since_store = loaded.number - max(stored, default=-1)
