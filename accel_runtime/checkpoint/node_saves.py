@@ -90,7 +90,9 @@ class NodeSaves(ABC):
 
 _Path = str | os.PathLike[str]
 NODE_SAVES: Registry[Callable[[Store, _Path, _Path, int, int], NodeSaves]] = Registry(
-    {"disks": "accel_runtime.extensions.node_disks.node_disks:NodeDisks"},
+    {
+        "disks": "accel_runtime.extensions.node_disks.node_disks:NodeDisks",
+    },
     group="accel.node_saves",
     error=CheckpointError,
 )
