@@ -10,7 +10,6 @@ from itertools import chain
 import torch
 from torch import nn
 
-from accel_runtime.extensions.deepspeed.settings import ZERO_3
 from accel_runtime.extensions.estimate.memory import measure_state
 
 __all__ = ["ZeroUsage", "compute_zero"]
@@ -18,7 +17,8 @@ __all__ = ["ZeroUsage", "compute_zero"]
 _FP32 = 4
 _ALIGNMENT = 2
 """Elements per rank to which DeepSpeed pads a group of parameters in stages 1 and 2."""
-_STAGE_OF_GRADIENTS = 2
+_STAGE_OF_GRADIENTS, _STAGE_OF_PARAMETERS = 2, 3
+"""Stages from which gradients and parameters are sharded too."""
 _PERSISTENT = 100_000
 """Elements up to which stage 3 also keeps a full copy of a parameter, by default."""
 
@@ -65,7 +65,7 @@ def compute_zero(
         rows.append(
             ZeroUsage(stage, "optimizer", weights, gradients - offloaded, 0, master + state + offloaded)
         )
-        if stage == ZERO_3:
+        if stage == _STAGE_OF_PARAMETERS:
             persistent = weights - _count_weights(parameters, devices, stage, half=half, persists=False)
             cpu = master + state + offloaded + weights - persistent
             rows.append(ZeroUsage(stage, "all", persistent, 0, 0, cpu))
@@ -74,7 +74,7 @@ def compute_zero(
 
 def _count_shard(group: Sequence[nn.Parameter], devices: int, stage: int) -> int:
     """Return the number of elements of a group whose state one rank has."""
-    if stage == ZERO_3:
+    if stage == _STAGE_OF_PARAMETERS:
         return sum(math.ceil(p.numel() / devices) for p in group)
     return math.ceil(sum(p.numel() for p in group) / (_ALIGNMENT * devices)) * _ALIGNMENT
 
@@ -83,7 +83,7 @@ def _count_weights(
     parameters: Iterable[nn.Parameter], devices: int, stage: int, *, half: bool, persists: bool = True
 ) -> int:
     """Return the bytes of the model's parameters between steps."""
-    if stage < ZERO_3:
+    if stage < _STAGE_OF_PARAMETERS:
         return _sum_bytes(parameters, half=half)
     return sum(
         (math.ceil(p.numel() / devices) + (p.numel() if persists and p.numel() <= _PERSISTENT else 0))
