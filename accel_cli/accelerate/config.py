@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from accel_cli.console import mask_secrets
-from accel_cli.extensions.sagemaker.images import SMDDP_TYPES
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
@@ -438,9 +437,9 @@ class AccelerateConfig:
 
     def explain_no_smddp(self) -> str:
         """Return why SageMaker's data-parallel library is not used; empty if it is."""
-        if self.has_image and self.instance_type in SMDDP_TYPES:
+        if self.has_image and self.instance_type in sagemaker.SMDDP_TYPES:
             return ""
-        needed = f"an image that contains it, and {' or '.join(SMDDP_TYPES)}"
+        needed = f"an image that contains it, and {' or '.join(sagemaker.SMDDP_TYPES)}"
         return f"torchrun trains on every GPU over NCCL; SageMaker's library (smddp) needs {needed}"
 
     def explain_single_process(self) -> str:

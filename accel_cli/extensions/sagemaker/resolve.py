@@ -10,6 +10,7 @@ from accel_cli.extensions.sagemaker import images, s3
 from accel_cli.extensions.sagemaker.aws import NAME_IN_USE_TEXT, Account, find_job
 from accel_cli.extensions.sagemaker.request import SageMakerJobPlan, Submission, name_job
 from accel_cli.extensions.sagemaker.roles import resolve_role
+from accel_runtime.environment.accelerate.sagemaker import SMDDP_TYPES
 from accel_runtime.environment.settings import variable_name
 
 __all__ = [
@@ -84,9 +85,9 @@ def _choose_image(job: SageMakerJobPlan, region: str) -> str:
     images.check_type(instance_type, allow_unknown=section.allow_unknown_instance)
     backend = settings[variable_name("process_group_backend")]
     device = settings[variable_name("device")]
-    if backend == "smddp" and instance_type not in images.SMDDP_TYPES:
+    if backend == "smddp" and instance_type not in SMDDP_TYPES:
         raise UsageError(
-            f"process_group_backend: smddp needs launcher.instance_type {' or '.join(images.SMDDP_TYPES)}, got "
+            f"process_group_backend: smddp needs launcher.instance_type {' or '.join(SMDDP_TYPES)}, got "
             f"{instance_type!r}. Choose one of these types, or remove the setting."
         )
     if not images.has_gpu(instance_type) or device == "cpu":

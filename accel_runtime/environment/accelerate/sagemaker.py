@@ -12,9 +12,12 @@ __all__ = [
     "PYTORCH_VERSION",
     "PY_VERSION",
     "SETTINGS",
+    "SMDDP_TYPES",
     "TRANSFORMERS_VERSION",
 ]
 
+SMDDP_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
+"""Instance types that run SageMaker's data-parallel library; AWS has ended its support for P3."""
 DISTRIBUTED_TYPE = Setting(
     launch.DISTRIBUTED_TYPE.key, values=Choices(("NO", "DATA_PARALLEL", "MODEL_PARALLEL"))
 )
