@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 
 from accel_runtime.backends.accelerate_state import share_backend
-from accel_runtime.backends.base import Backend
+from accel_runtime.backends.base import Backend, Devices
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import DistributedBackend, SingleRank, check_process_group
 from accel_runtime.backends.single import Single
+from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import Settings, check_layout
 from accel_runtime.environment.topology import Topology
 
 __all__ = [
+    "DEVICES",
     "Backend",
     "connect",
     "connect_default_backend",
@@ -37,6 +39,14 @@ __all__ = [
     "set_current_backend",
     "wait_for_everyone",
 ]
+
+DEVICES: Registry[Devices] = Registry(
+    {
+        "xla": "accel_runtime.extensions.xla.devices:XlaDevices",
+    },
+    group="accel.devices",
+)
+"""Devices that another library connects than torch, by the `device` of the settings, which names all that there are."""
 
 
 def connect(settings: Settings, topology: Topology, options: dict[str, Any] | None = None) -> Backend:
@@ -58,20 +68,8 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
             f"SPMD (ACCEL_SPMD=1) needs XLA devices, but the device is {settings.device}. Set ACCEL_DEVICE=xla, as "
             "launcher.kind: xla with spmd: true does, or unset ACCEL_SPMD."
         )
-    if settings.device == "xla":
-        if engine := settings.engine:
-            raise ValueError(
-                f"{engine.name}: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
-                "devices of a machine."
-            )
-        if not settings.parallel.plain:
-            raise ValueError(
-                "parallel: and fully_shard: are not supported on XLA devices: they shard models over torch.distributed. Remove them, "
-                "or set launcher.spmd: true to shard a model over the XLA devices of a machine."
-            )
-        from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415 - loading it costs seconds, and needs torch_xla
-
-        return xla.connect(settings, topology, options or {})
+    if settings.device in DEVICES.names:
+        return DEVICES[settings.device].connect(settings, topology, options or {})
     check_process_group(topology)
     backend = (options or {}).get("backend") or settings.process_group_backend
     device = _select_device(settings.device, topology, backend)
@@ -205,11 +203,9 @@ def current_topology() -> Topology:
     if backend is not None:
         return backend.topology
     settings, topology = Settings.from_env(os.environ), Topology.from_env(os.environ)
-    if settings.device != "xla" or settings.spmd:
-        return topology
-    from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415
-
-    return xla.read_topology(topology)
+    if settings.device in DEVICES.names:
+        return DEVICES[settings.device].read_topology(settings, topology)
+    return topology
 
 
 def current_data_rank() -> int:
@@ -227,10 +223,8 @@ def seed_device(seed: int) -> None:
     backend = known_backend()
     if backend is None:
         settings = Settings.from_env(os.environ)
-        if settings.device == "xla":
-            from accel_runtime.extensions.xla import backend as xla  # noqa: PLC0415
-
-            xla.seed_device(settings, seed)
+        if settings.device in DEVICES.names:
+            DEVICES[settings.device].seed_device(settings, seed)
     elif backend.device.type != "cpu":
         backend.runtime.rng.manual_seed(seed)
 

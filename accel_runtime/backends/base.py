@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 
@@ -31,8 +31,9 @@ from accel_runtime.foundation.options import DistributedType
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
+    from accel_runtime.environment.settings import Settings
 
-__all__ = ["Backend", "Reduction"]
+__all__ = ["Backend", "Devices", "Reduction"]
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
@@ -43,6 +44,19 @@ REPORT_S = 10.0
 """Seconds before a rank that waits for a store key reports it on stderr."""
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.005, 0.5
 _DONE, _FAILED, _FOLLOWS = "done", "failed", "follows"
+
+
+class Devices(Protocol):
+    """Devices of one kind that another library connects than torch: an entry of the table of devices."""
+
+    def connect(self, settings: Settings, topology: Topology, options: dict[str, Any]) -> Backend:
+        """Select the device of this rank and connect it to the others; see `accel_runtime.backends.connect`."""
+
+    def read_topology(self, settings: Settings, topology: Topology) -> Topology:
+        """Return rank and world size of this process or replica, before it is connected; `topology` is of the environment."""
+
+    def seed_device(self, settings: Settings, seed: int) -> None:
+        """Seed the generator of the device, before it is connected."""
 
 
 class Backend(ABC):

@@ -1,15 +1,27 @@
-"""Strategies: replicas, shards, DeepSpeed's ZeRO, and those of XLA devices."""
+"""Strategies: replicas, shards, and those of the table."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
     from accel_runtime.environment.settings import Settings
     from accel_runtime.parallel.strategy import Strategy
 
-__all__ = ["choose_strategy"]
+__all__ = ["STRATEGIES", "choose_strategy"]
+
+STRATEGIES: Registry[Callable[..., Strategy]] = Registry(
+    {
+        "xla": "accel_runtime.extensions.xla.strategies:choose_strategy",
+        "deepspeed": "accel_runtime.extensions.deepspeed:choose_strategy",
+    },
+    group="accel.strategies",
+)
+"""Functions that choose the strategy of a backend, by the device or the engine of the settings."""
 
 
 def choose_strategy(backend: Backend, settings: Settings, engine_config: Any = None) -> Strategy:
@@ -17,14 +29,10 @@ def choose_strategy(backend: Backend, settings: Settings, engine_config: Any = N
 
     `engine_config` is the `EngineConfig` of the engine, if one is used; by default that of the settings.
     """
-    if settings.device == "xla":
-        from accel_runtime.extensions.xla import strategies as xla  # noqa: PLC0415 - needs torch_xla
-
-        return xla.choose_strategy(backend)
+    if settings.device in STRATEGIES.names:
+        return STRATEGIES[settings.device](backend, settings)
     if settings.engine:
-        from accel_runtime.extensions import deepspeed  # noqa: PLC0415 - needs deepspeed
-
-        return deepspeed.choose_strategy(backend, settings, engine_config)
+        return STRATEGIES[settings.engine.name](backend, settings, engine_config)
     if not settings.parallel.plain:
         from accel_runtime.parallel.fully_shard import Sharded  # noqa: PLC0415 - loads slowly
 

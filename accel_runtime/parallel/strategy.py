@@ -101,10 +101,10 @@ class Strategy:
     defaults are right for one process and for DDP, and those about gradients also for parameters that are DTensors, whose
     norms and overflows are combined over the ranks.
 
-    A new strategy is a class in a module or folder of this package, and a line in `choose_strategy`. It implements `prepare`, or
-    `move_model`, `wrap_model` and `prepare_optimizer`, which the default calls; tests/runtime/parallel/test_strategy_contract.py
-    holds what all of them do. An engine that keeps gradients to itself implements all members under "Gradients" too, since the
-    defaults read `parameter.grad`.
+    A new strategy is a class in a module of this package and a line in `choose_strategy`, or an extension and a line in its
+    table. It implements `prepare`, or `move_model`, `wrap_model` and `prepare_optimizer`, which the default calls;
+    tests/runtime/parallel/test_strategy_contract.py holds what all of them do. An engine that keeps gradients to itself implements
+    all members under "Gradients" too, since the defaults read `parameter.grad`.
 
     Args:
         backend: Connects this process to the other ranks and to its device.

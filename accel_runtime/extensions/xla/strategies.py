@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
+    from accel_runtime.environment.settings import Settings
     from accel_runtime.parallel.strategy import Strategy
 
 __all__ = ["choose_strategy"]
 
 
-def choose_strategy(backend: Backend) -> Strategy:
+def choose_strategy(backend: Backend, _settings: Settings) -> Strategy:
     """Return the strategy of a backend with an XLA device."""
     from accel_runtime.extensions.xla.backend import XLABackend  # noqa: PLC0415 - needs torch_xla
     from accel_runtime.extensions.xla.replicas import Replicas, SingleReplica  # noqa: PLC0415
