@@ -87,7 +87,8 @@ _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 """The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
 _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
-_REPLICAS = str(Path(__file__).parent / "extensions" / "xla" / "replicas.py")
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+"""The folder of the files that lead to the script."""
 _HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "environment" / "torch_hooks.py")
 """The functions between the script and torch's own."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
@@ -533,8 +534,8 @@ def write_record(error_file: Path, text: str, fields: dict[str, Any]) -> None:
 def strip_frames(error: BaseException) -> TracebackType | None:
     """Return the traceback without the frames of accel and Python that lead to the script, and those of hooks between others."""
     frames = error.__traceback__
-    files = {__file__, _REPLICAS, "<frozen runpy>", runpy.__file__}
-    while frames and frames.tb_frame.f_code.co_filename in files:
+    leading = (_PACKAGE, "<frozen runpy>", runpy.__file__)
+    while frames and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
     last = frames
     while last:

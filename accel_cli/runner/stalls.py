@@ -392,15 +392,8 @@ _MAX_STACKS = 16 << 20
 """The most bytes of the stacks of a process."""
 _IDLE_S, _POLL_S = 0.2, 0.05
 """Seconds without growth after which a file is complete, and between two looks at it."""
-_RUNNER = Path(__file__).parent
-_REPLICAS, *_ENTRY_POINTS = (
-    f'File "{path}"'
-    for path in (
-        _RUNNER.parent / "extensions" / "xla" / "replicas.py",
-        _RUNNER / "forkserver_main.py",
-        worker.__file__,
-    )
-)
+_PACKAGE = f'File "{Path(worker.__file__).parent}/'
+"""The start of a frame of accel, which leads to the script."""
 _HANDLER = f'File "{worker.__file__}"'
 """The innermost frame of a forked child that writes its stack."""
 _THREAD = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
@@ -606,10 +599,11 @@ def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
 def _parse_frames(block: str) -> tuple[str, ...]:
     """Parse the frames of a thread, without those of accel that lead to the script, or write the stack."""
     frames = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
-    replica_frames = [index for index, frame in enumerate(frames) if frame.startswith(_REPLICAS)]
-    frames = frames[: replica_frames[-1]] if replica_frames else frames
     while frames and frames[0].startswith(_HANDLER):
         del frames[0]
-    while frames and frames[-1].startswith((*_ENTRY_POINTS, _REPLICAS, 'File "<frozen runpy>"')):
+    # A library may start the threads in which accel runs the script.
+    outermost = max((i for i, frame in enumerate(frames) if frame.startswith(_PACKAGE)), default=len(frames))
+    frames = frames[:outermost]
+    while frames and frames[-1].startswith((_PACKAGE, 'File "<frozen runpy>"')):
         frames.pop()
     return tuple(frames)
