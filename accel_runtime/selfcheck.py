@@ -9,20 +9,43 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.accelerator.accelerator import Accelerator
+from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import __version__, is_placed_by_device
-from accel_runtime.extensions.node_check.check import CheckResult, check_nodes
-from accel_runtime.extensions.node_check.table import format_check
 
-__all__ = ["main"]
+__all__ = ["EARLY_CHECKS", "EarlyResult", "main"]
 
 _TOLERANCE = 1e-5
+
+
+class EarlyResult(Protocol):
+    """The result of a check that needs no process group, the same on all ranks."""
+
+    @property
+    def has_passed(self) -> bool:
+        """True if nothing is wrong."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True if a process group of all ranks can be created."""
+
+    def format(self) -> str:
+        """Return the lines that the first rank prints."""
+
+
+EARLY_CHECKS: Registry[Callable[[Mapping[str, str]], EarlyResult]] = Registry(
+    {
+        "nodes": "accel_runtime.extensions.node_check.check:check_nodes",
+    },
+    group="accel.early_checks",
+)
+"""Functions of the environment of a rank, which check the machines before the ranks connect."""
 
 
 def processes(accelerator: Accelerator) -> str:
@@ -115,18 +138,19 @@ EXACT_CHECKS: tuple[Callable[[Accelerator], str], ...] = (processes, collectives
 
 
 def main() -> int:
-    """Check the nodes, then run all checks and print a line for each; return 0 if all pass on all ranks, otherwise 1."""
+    """Run the early checks, then all others, and print a line for each; return 0 if all pass on all ranks, otherwise 1."""
+    early = []
     # Replicas of torch_xla do not have one process each.
-    result = None if is_placed_by_device(os.environ) else check_nodes(os.environ)
-    if result and int(os.environ.get("RANK", "0")) == 0:
-        _print_nodes(result)
-    if result and not result.is_connected:
-        return 1
+    for check in () if is_placed_by_device(os.environ) else EARLY_CHECKS.values():
+        early.append(result := check(os.environ))
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(result.format(), flush=True)
+        if not result.is_connected:
+            return 1
     results = _run_exact_checks()
     accelerator = Accelerator()
     results.append(_run_check(precision, accelerator))
-    has_good_nodes = result is None or result.has_passed
-    passed = has_good_nodes and all(check.passed for check in results)
+    passed = all(result.has_passed for result in early) and all(result.passed for result in results)
     if device_info := accelerator.describe().device:
         accelerator.print(_format_report(device_info, accelerator, results))
     accelerator.print("everything works here" if passed else "something does not work here: see above")
@@ -137,22 +161,6 @@ def _run_exact_checks() -> list[_CheckResult]:
     """Run the checks that compare numbers, whatever the number format of the profile is."""
     accelerator = Accelerator(mixed_precision="no")
     return [_run_check(check, accelerator) for check in EXACT_CHECKS]
-
-
-def _print_nodes(result: CheckResult) -> None:
-    """Print the table of the nodes, and whether the other checks can follow."""
-    print(format_check(result.facts, result.findings))
-    count = len(result.facts.names)
-    noun = "1 node" if count == 1 else f"{count} nodes"
-    bad = sorted({result.facts.names[finding.node] for finding in result.findings if finding.is_bad})
-    if bad:
-        print(f"FAILED nodes: {', '.join(bad)}")
-    else:
-        print(f"ok     nodes: {noun} checked in {result.seconds:.0f} s")
-    if not result.is_connected:
-        print("the other checks need a process group of all ranks, which these nodes cannot create")
-        print("something does not work here: see above")
-    sys.stdout.flush()
 
 
 @dataclass(frozen=True)

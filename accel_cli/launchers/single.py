@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import UsageError
-from accel_cli.extensions.deepspeed.operators import compile_operators
 from accel_cli.launchers.base import (
     GpuIds,
     KeepDays,
@@ -28,6 +27,7 @@ from accel_cli.launchers.base import (
     resolve_device,
 )
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
+from accel_cli.runner.preparations import prepare_node
 from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Single(Launcher):
         parent of all orphans, and ignores signals for which it has no handler.
         """
         environ = {**os.environ, **plan.env}
-        compile_operators(plan.argv, environ)
+        prepare_node(plan.argv, environ)
         recorder = self._record(plan) if plan.details and "RANK" not in environ else None
         if recorder:
             environ[env.RANK_FOLDER] = str(recorder.folder.get_rank(0, 0).path)

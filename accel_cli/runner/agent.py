@@ -34,7 +34,6 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, RunEndedError, StalledError
-from accel_cli.extensions.node_check.preflight import Preflight
 from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
@@ -44,6 +43,7 @@ from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
 from accel_cli.runner.hang_exchange import HangExchange, HangRecord
 from accel_cli.runner.output import RankOutputs
+from accel_cli.runner.preparations import find_node_check
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
 from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
@@ -88,8 +88,11 @@ class ElasticAgent(LocalElasticAgent):
         self._handler = handler
         self._nodes = handler if isinstance(handler, NodeRendezvous) else None
         self._bootstrap = handler.bootstrap
-        has_preflight = context.settings.preflight
-        self._preflight = Preflight(context, self._bootstrap, self._nodes) if has_preflight else None
+        self._preflight = (
+            find_node_check("preflight")(context, self._bootstrap, self._nodes)
+            if context.settings.preflight
+            else None
+        )
         self._budget = RestartBudget(self._bootstrap, spec.max_restarts)
         self._is_silent = False
         """True if no rank of this node is shown: none at all by choice, or those of other nodes."""

@@ -19,14 +19,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 import accel_cli
 from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.extensions.deepspeed.operators import compile_operators
-from accel_cli.extensions.node_check.preflight import refuse_bad_node
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
 from accel_cli.runner.agent import ElasticAgent
 from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
 from accel_cli.runner.context import RunContext
 from accel_cli.runner.output import LogWarning
+from accel_cli.runner.preparations import find_node_check, prepare_node
 from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record, note_temporary_home
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
@@ -54,7 +53,7 @@ def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None
     os.environ.update(plan.env)
     with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
         try:
-            compile_operators(plan.argv, os.environ)
+            prepare_node(plan.argv, os.environ)
             begin = accel_cli.STARTED if begin is None else begin
             return _run_and_record(plan, settings, signals, server, begin)
         except SignalException as error:
@@ -135,7 +134,7 @@ def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
     script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
     bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
     if settings.preflight:
-        refuse_bad_node(bootstrap)
+        find_node_check("preflight").refuse_bad_node(bootstrap)
     handler: SingleNodeRendezvous | NodeRendezvous
     if bootstrap.is_single_node:
         handler = SingleNodeRendezvous(bootstrap, settings.run_id)

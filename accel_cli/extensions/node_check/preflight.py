@@ -11,13 +11,13 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
@@ -25,6 +25,7 @@ from accel_cli.planning.network import find_loopback_address
 from accel_cli.runner import failures
 from accel_cli.runner.bootstrap import BootstrapStore
 from accel_cli.runner.context import RunContext
+from accel_cli.runner.preparations import BuildEnvironment
 from accel_cli.runner.processes import WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous
 from accel_cli.runs.run_dir import RankFolder
@@ -34,7 +35,7 @@ from accel_runtime.extensions.node_check import facts
 from accel_runtime.extensions.node_check.facts import CheckFacts, CheckLimits, FactsBoard
 from accel_runtime.extensions.node_check.verdict import Finding, judge
 
-__all__ = ["Preflight", "Verdict", "decide", "refuse_bad_node"]
+__all__ = ["Preflight", "Verdict", "decide"]
 
 _MAIN = Path(facts.__file__).with_name("__main__.py")
 _KILL_S = 5
@@ -43,8 +44,6 @@ _READ_S = 10.0
 _POLL_S = 0.5
 _EMPTY_S = 60.0
 """Seconds without any node in the run, after which a node that was left out serves the store no more."""
-
-BuildEnvironment = Callable[[Worker, RankFolder], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,6 @@ def decide(findings: Sequence[Finding], num_nodes: int, num_spares: int, min_nod
     return Verdict(reasons, bool(reasons) and num_good >= 1 and num_good + num_spares >= min_nodes)
 
 
-def refuse_bad_node(bootstrap: BootstrapStore) -> None:
-    """Raise UsageError if a preflight of this run has left out this machine."""
-    if reason := bootstrap.get_value(f"preflight/bad/{bootstrap.node.name}"):
-        raise UsageError(
-            f"{bootstrap.node.name} cannot join: the preflight of this run has left it out ({reason}). Repair it, and start it "
-            "again for the next run."
-        )
-
-
 class Preflight:
     """The checks of one run on this node."""
 
@@ -92,6 +82,15 @@ class Preflight:
         self._nodes = nodes
         self._has_passed = False
         """True if the only node of a run has passed."""
+
+    @staticmethod
+    def refuse_bad_node(bootstrap: BootstrapStore) -> None:
+        """Raise UsageError if a preflight of this run has left out this machine."""
+        if reason := bootstrap.get_value(f"preflight/bad/{bootstrap.node.name}"):
+            raise UsageError(
+                f"{bootstrap.node.name} cannot join: the preflight of this run has left it out ({reason}). Repair it, and start it "
+                "again for the next run."
+            )
 
     def is_needed(self) -> bool:
         """Return True if a node of this round has not passed a check of this run."""

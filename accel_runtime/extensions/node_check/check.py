@@ -16,6 +16,7 @@ from typing import Any
 from accel_runtime.environment.settings import NODE_NAME, RANK_FOLDER
 from accel_runtime.environment.topology import Topology
 from accel_runtime.extensions.node_check.facts import CheckFacts, CheckLimits, FactsBoard, get_poll_interval
+from accel_runtime.extensions.node_check.table import format_check
 from accel_runtime.extensions.node_check.verdict import Finding, is_connected, judge
 from accel_runtime.foundation.torch_internals import TCPStore
 
@@ -46,6 +47,23 @@ class CheckResult:
     def is_connected(self) -> bool:
         """True if a process group of all ranks can be created."""
         return is_connected(self.facts)
+
+    def format(self) -> str:
+        """Return the table of the nodes, and whether the other checks can follow."""
+        count = len(self.facts.names)
+        bad = sorted({self.facts.names[finding.node] for finding in self.findings if finding.is_bad})
+        lines = [
+            format_check(self.facts, self.findings),
+            f"FAILED nodes: {', '.join(bad)}"
+            if bad
+            else f"ok     nodes: {'1 node' if count == 1 else f'{count} nodes'} checked in {self.seconds:.0f} s",
+        ]
+        if not self.is_connected:
+            lines += [
+                "the other checks need a process group of all ranks, which these nodes cannot create",
+                "something does not work here: see above",
+            ]
+        return "\n".join(lines)
 
 
 def check_nodes(environ: Mapping[str, str], *, quick: bool = False) -> CheckResult:

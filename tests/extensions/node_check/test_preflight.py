@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.node_check.preflight import Verdict, decide, refuse_bad_node
+from accel_cli.extensions.node_check.preflight import Preflight, Verdict, decide
+from accel_cli.runner import preparations
 from accel_runtime.extensions.node_check.verdict import Finding
 
 BAD = Finding(1, "bad", "has no network")
@@ -56,6 +57,12 @@ class Bootstrap:
 
 
 def test_a_node_that_was_left_out_is_refused_and_another_is_not():
-    refuse_bad_node(Bootstrap("h2 (10.0.0.2)"))
+    Preflight.refuse_bad_node(Bootstrap("h2 (10.0.0.2)"))
     with pytest.raises(UsageError, match=r"h1 \(10\.0\.0\.1\) cannot join: .* left it out \(no network\)"):
-        refuse_bad_node(Bootstrap("h1 (10.0.0.1)"))
+        Preflight.refuse_bad_node(Bootstrap("h1 (10.0.0.1)"))
+
+
+def test_a_preflight_is_refused_by_an_installation_without_the_check(monkeypatch):
+    monkeypatch.setattr(preparations, "NODE_CHECKS", {})
+    with pytest.raises(UsageError, match=r"launcher\.preflight: true is not possible"):
+        preparations.find_node_check("preflight")
