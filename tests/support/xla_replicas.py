@@ -145,7 +145,7 @@ class Replicas:
 
 def serve(connection, size):
     """Call received functions on every replica until the other end is closed."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "xla"))
+    sys.path.insert(0, str(Path(__file__).parents[1] / "extensions" / "xla" / "device"))
     import cpu_collectives
 
     if size > 1:
