@@ -18,9 +18,9 @@ class XlaDevices:
     @staticmethod
     def connect(settings: Settings, topology: Topology, options: dict[str, Any]) -> Backend:
         """Connect this replica; raise ValueError if the settings shard a model over torch.distributed."""
-        if settings.deepspeed.is_used:
+        if engine := settings.engine:
             raise ValueError(
-                "deepspeed: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
+                f"{engine.name}: is not supported on XLA devices. Remove it, or set launcher.spmd: true to shard a model over the XLA "
                 "devices of a machine."
             )
         if not settings.parallel.plain:
