@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shutil
+import sys
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -46,3 +50,53 @@ def remove_extensions(tree, names):
     for table in TABLES:
         path = tree / table
         path.write_text(remove_rows(path.read_text("utf-8"), names), encoding="utf-8")
+
+
+def print_import_errors(tree):
+    """Import every module of a copy of the sources, and print the errors as JSON, by module.
+
+    A package that is not installed is no error.
+    """
+    _import_from(tree)
+    errors = {}
+    for half in HALVES:
+        for path in sorted(Path(tree, half).rglob("*.py")):
+            module = _format_module(path.relative_to(tree))
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # noqa: BLE001 - all errors are listed
+                if not isinstance(error, ModuleNotFoundError) or error.name.startswith(HALVES):
+                    where = [f for f in traceback.extract_tb(error.__traceback__) if tree in f.filename][-1]
+                    errors[module] = f"{Path(where.filename).relative_to(tree)}:{where.lineno}: {error!r}"
+    print(json.dumps(errors))
+
+
+def print_rows(tree):
+    """Print as JSON the rows of the tables of a copy of the sources."""
+    _import_from(tree)
+    print(json.dumps(list_rows()))
+
+
+def list_rows():
+    """Import the tables, and return the location of each row by `TABLE: NAME`."""
+    rows = {}
+    for path in TABLES:
+        for title, table in vars(importlib.import_module(_format_module(path))).items():
+            if title == "TRACKERS":
+                rows |= {f"{title}: {name}": entry.module for name, entry in table.items()}
+            elif type(table).__name__ == "Registry":
+                rows |= {f"{title}: {name}": location for name, location in table._locations.items()}
+    return rows
+
+
+def _import_from(tree):
+    """Import accel from a copy of the sources, in a process that has not imported it."""
+    sys.path.insert(0, tree)
+    sys.dont_write_bytecode = True
+    for half in HALVES:
+        assert Path(importlib.import_module(half).__file__).parent == Path(tree, half)
+
+
+def _format_module(path):
+    """Return the dotted name of the module at a path in the tree."""
+    return str(path)[:-3].replace("/", ".").removesuffix(".__init__")

@@ -1,0 +1,113 @@
+"""Each extension can be deleted: what remains imports, and the core trains without any of them."""
+
+import json
+import shutil
+import subprocess
+
+import pytest
+from support.fence import EXTENSIONS, copy_sources, find_extensions, list_rows, remove_extensions
+from support.interpreter import Interpreter
+from support.processes import ForkedProcess
+from support.waits import limit
+
+INTERPRETER = Interpreter(
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "safetensors.torch",
+    "pydantic",
+    "click",
+    "rich",
+    "support.fence",
+)
+"""The interpreter that has imported packages of others, and nothing of accel."""
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel_runtime import Accelerator, ProjectConfiguration, set_seed
+
+accelerator = Accelerator(project_config=ProjectConfiguration("project", automatic_checkpoint_naming=True))
+set_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.arange(64.0).reshape(16, 4)), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.resume()
+accelerator.print("begins at", optimizer.steps)
+for epoch in range(loader.epoch, 2):
+    for (batch,) in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.steps == 3:
+            accelerator.save_state()
+accelerator.print("ends with", [p.tolist() for p in accelerator.unwrap_model(model).parameters()])
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter():
+    yield
+    INTERPRETER.close()
+
+
+@pytest.fixture
+def delete(tmp_path):
+    """Return a function that copies the sources without some extensions, in place of the last copy."""
+
+    def delete_extensions(*names):
+        tree = tmp_path / "tree"
+        shutil.rmtree(tree, ignore_errors=True)
+        copy_sources(tree)
+        remove_extensions(tree, names)
+        return tree
+
+    return delete_extensions
+
+
+def read(function, tree):
+    """Return what a function of `support/fence.py` prints about a copy of the sources."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ForkedProcess(INTERPRETER, f"support.fence:{function}", [str(tree)], **options) as process:
+        out, err = process.communicate(timeout=limit(60))
+    assert process.returncode == 0, err
+    return json.loads(out)
+
+
+def test_without_extensions_every_module_imports(delete):
+    assert read("print_import_errors", delete(*EXTENSIONS)) == {}
+
+
+def test_without_extensions_a_launch_trains_saves_and_resumes(delete, accel, script, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(delete(*EXTENSIONS)))
+    for command in (["--help"], ["config", "default"]):
+        process = accel(*command)
+        assert process.returncode == 0, process.stderr
+    train = script(SCRIPT)
+    lines = []
+    for options in ([], ["--resume"]):
+        process = accel("launch", "--cpu", "--nproc-per-node", 2, *options, train)
+        assert process.returncode == 0, process.stderr
+        lines += process.stdout.splitlines()
+    begins, ends, begins_again, ends_again = lines
+    assert (begins, begins_again) == ("begins at 0", "begins at 3")
+    assert ends == ends_again
+
+
+def test_without_one_extension_the_tables_have_all_other_rows(delete):
+    rows = list_rows()
+    for name in EXTENSIONS:
+        remaining = {row: place for row, place in rows.items() if name not in find_extensions(place)}
+        assert read("print_rows", delete(name)) == remaining, name
+
+
+@pytest.mark.full
+def test_without_one_extension_all_modules_import_that_did(delete):
+    INTERPRETER.preload("transformers.trainer_callback", "torch.distributed.elastic.agent.server.api", "libcst")
+    errors = read("print_import_errors", delete())
+    for name in EXTENSIONS:
+        assert read("print_import_errors", delete(name)).keys() <= errors.keys(), name
