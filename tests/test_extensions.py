@@ -107,7 +107,9 @@ def test_without_one_extension_the_tables_have_all_other_rows(delete):
 
 @pytest.mark.full
 def test_without_one_extension_all_modules_import_that_did(delete):
-    INTERPRETER.preload("transformers.trainer_callback", "torch.distributed.elastic.agent.server.api", "libcst")
+    INTERPRETER.preload(
+        "transformers.trainer_callback", "torch.distributed.elastic.agent.server.api", "libcst"
+    )
     errors = read("print_import_errors", delete())
     for name in EXTENSIONS:
         assert read("print_import_errors", delete(name)).keys() <= errors.keys(), name
