@@ -36,7 +36,7 @@ def list_texts(script):
 
 
 def list_unsaid(module, pairs):
-    """Return the sentences of a module of `accel_cli/migrate` that no script of the pairs gets."""
+    """Return the sentences of a module of `accel_cli/extensions/migrate` that no script of the pairs gets."""
     said = "\n".join(text for pair in pairs for text in list_texts(pair.script))
     tree = ast.parse((_FOLDER / module).read_text())
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

@@ -1,4 +1,4 @@
-"""Checks before SPMD starts; SPMD on devices is tested in tests/xla."""
+"""Checks before SPMD starts; SPMD on devices is tested in tests/extensions/xla/device."""
 
 from __future__ import annotations
 

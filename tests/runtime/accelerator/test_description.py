@@ -244,7 +244,7 @@ CHANGES = {
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
 TOPOLOGY_FIELDS = {"processes", "device", "strategy"}
-"""Fields that depend on the number of processes or the device: tested above, and in tests/xla."""
+"""Fields that depend on the number of processes or the device: tested above, and in tests/extensions/xla/device."""
 
 
 def read_path(data, path):
