@@ -78,14 +78,14 @@ def print_rows(tree):
 
 
 def list_rows():
-    """Import the tables, and return the location of each row by `TABLE: NAME`."""
+    """Import the tables, and return the location of each row by file, table and name."""
     rows = {}
     for path in TABLES:
         for title, table in vars(importlib.import_module(_format_module(path))).items():
             if title == "TRACKERS":
-                rows |= {f"{title}: {name}": entry.module for name, entry in table.items()}
+                rows |= {f"{path} {title} {name}": entry.module for name, entry in table.items()}
             elif type(table).__name__ == "Registry":
-                rows |= {f"{title}: {name}": location for name, location in table._locations.items()}
+                rows |= {f"{path} {title} {name}": location for name, location in table._locations.items()}
     return rows
 
 
