@@ -99,49 +99,6 @@ LAYERS = {
 }  # fmt: skip
 """The layers of both halves from the top, with their packages and modules: each imports from lower layers only."""
 ALIASES = LAYERS["accel_runtime"][3].split()
-EXCEPTIONS = {
-    ("accel_cli/accelerate/__init__.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/accelerate/config.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/accelerate/rules.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/commands/config.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/commands/launch.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/launchers/single.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/profile/layers.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/profile/planner.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/profile/settings_sections.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/runner/run.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/wizard/session.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/accelerator/accelerator.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/accelerator/options.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/accelerator/state.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/compat/other.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/environment/accelerate/export.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/environment/accelerate/variables.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/environment/settings.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/extensions/estimate/zero.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/parallel/__init__.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/parallel/strategy.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/utils/dataclasses.py", "deepspeed"): "the seam of engines",
-    ("accel_runtime/utils/deepspeed.py", "deepspeed"): "the seam of engines",
-    ("accel_cli/commands/checkpoint.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_cli/commands/checkpoints.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_runtime/accelerator/checkpointing.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_runtime/compat/fsdp_utils.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_runtime/storage/directory.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_runtime/storage/scan.py", "foreign_checkpoints"): "the table of formats",
-    ("accel_cli/runner/agent.py", "node_check"): "the seam of checks before a run",
-    ("accel_cli/runner/run.py", "node_check"): "the seam of checks before a run",
-    ("accel_runtime/selfcheck.py", "node_check"): "the seam of checks before a run",
-    ("accel_runtime/accelerator/checkpointing.py", "node_disks"): "the seam of copies on nodes",
-    ("accel_cli/commands/checkpoints.py", "object_stores"): "the table of stores",
-    ("accel_runtime/export/save_model.py", "object_stores"): "the table of stores",
-    ("accel_runtime/storage/any_store.py", "object_stores"): "the table of stores",
-    ("accel_runtime/storage/source_file.py", "object_stores"): "the table of stores",
-    ("accel_cli/accelerate/config.py", "sagemaker"): "the collectives that a service chooses",
-    ("accel_runtime/backends/__init__.py", "xla"): "the table of backends and strategies",
-    ("accel_runtime/parallel/__init__.py", "xla"): "the table of backends and strategies",
-}
-"""The imports of extensions by other files than the tables that are still there, and why."""
 
 
 @cache
@@ -282,12 +239,12 @@ def test_only_the_tables_name_an_extension():
         ]
         others = find_extensions("\n".join([*imports(path), *strings])) - find_extensions(name(path))
         named |= {(name(path), extension) for extension in others if name(path) not in TABLES}
-    assert named == {*EXCEPTIONS}
+    assert not named
 
 
 def test_the_tables_name_every_extension():
     tables = "".join((ROOT / table).read_text() for table in TABLES)
-    assert find_extensions(tables) | {extension for _, extension in EXCEPTIONS} == {*EXTENSIONS}
+    assert find_extensions(tables) == {*EXTENSIONS}
 
 
 @pytest.mark.parametrize("table", TABLES)

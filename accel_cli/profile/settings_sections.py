@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
@@ -21,9 +21,6 @@ from accel_runtime.environment.settings import (
     Parallel,
     SettingsError,
 )
-
-if TYPE_CHECKING:
-    from accel_cli.profile.layers import Resolved
 
 __all__ = [
     "ENGINE_SECTIONS",
@@ -99,15 +96,15 @@ class EngineSection(SettingsSection):
     summary: ClassVar[str]
     """The description of the section."""
 
-    def complete(self, resolved: Resolved) -> Resolved:
-        """Return a profile that uses the engine with the values that the engine's file decides, and the configuration.
+    def complete(self, resolved: Any) -> Any:
+        """Return the `Resolved` profile with the values that the engine's file decides, and the configuration.
 
         Raises:
             UsageError: The file cannot be read, is invalid, or contradicts the profile.
         """
         raise NotImplementedError
 
-    def list_file_values(self, resolved: Resolved) -> Mapping[str, tuple[Any, str]]:
+    def list_file_values(self, resolved: Any) -> Mapping[str, tuple[Any, str]]:
         """Return the values of keys of the profile that the engine's file sets, with their sources."""
         raise NotImplementedError
 

@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
-from accel_runtime.environment.engines import ENGINES, find_engine
+from accel_runtime.environment.engines import ENGINES, Engine, find_engine
+from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import (
     Compile,
     FullyShard,
@@ -47,12 +48,11 @@ from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 
 if TYPE_CHECKING:
     from accel_runtime.environment.accelerate import Equivalent, Translation
-    from accel_runtime.environment.engines import EngineOptions
     from accel_runtime.environment.settings import CompileMode
     from accel_runtime.parallel.plugins import FullyShardedDataParallelPlugin, ParallelismConfig
     from accel_runtime.parallel.strategy import Strategy
 
-__all__ = ["Arguments", "OptionFacts", "RunOptions", "origins"]
+__all__ = ["Arguments", "EngineOptions", "OptionFacts", "RunOptions", "origins"]
 
 _LOG = logging.getLogger("accel_runtime.options")
 _HANDLER_TYPES: tuple[type[KwargsHandler], ...] = (
@@ -80,6 +80,50 @@ _READ_AT_ONCE: Mapping[type[Any], tuple[str, str]] = MappingProxyType(
     }
 )
 """Why an assignment to a field of these objects comes too late, and what to do instead; others are read when they are used."""
+
+
+class EngineOptions(Protocol):
+    """The options of an engine in a run, by the plugin of the script that is selected."""
+
+    plugins: dict[str, Any]
+    """The plugins of the script by name."""
+    config: Any
+    """The `EngineConfig` of models that are prepared now."""
+
+    @property
+    def plugin(self) -> Any:
+        """Return the selected plugin."""
+
+    @property
+    def section(self) -> Engine:
+        """Return the section of the settings that the options amount to."""
+
+    def select(self, name: str) -> None:
+        """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""
+
+    def read_plugin(self) -> bool:
+        """Read the selected plugin as it is now; return whether the configuration has changed."""
+
+    @classmethod
+    def build(
+        cls, plugins: Any, section: Any, mixed_precision: str, accumulation_steps: int
+    ) -> EngineOptions:
+        """Return the options of a run.
+
+        Args:
+            plugins: The plugin of the script, or several by name; None for those of the section alone.
+            section: The section of the settings, an `Engine`.
+            mixed_precision: The number format that other options state; `no` without one.
+            accumulation_steps: The micro-batches of an optimizer step that they state; 1 without a statement.
+        """
+
+
+ENGINE_OPTIONS: Registry[type[EngineOptions]] = Registry(
+    {
+        "deepspeed": "accel_runtime.extensions.deepspeed.plugin:DeepSpeedOptions",
+    }
+)
+"""The options of each engine in a run, by its name."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +251,8 @@ class RunOptions:
         if arguments.gradient_accumulation_plugin is not None:
             steps = arguments.gradient_accumulation_plugin.num_steps or 1
         steps = steps if steps != 1 else self._initial.gradient_accumulation_steps
-        self.engine = engine.build_options(
-            arguments.engine_plugin, precision or self._initial.mixed_precision, steps
+        self.engine = ENGINE_OPTIONS[engine.name].build(
+            arguments.engine_plugin, engine, precision or self._initial.mixed_precision, steps
         )
         config = self.engine.config
         self._initial = replace(

@@ -28,8 +28,8 @@ from accel_runtime.foundation.steps import StepInfo
 from accel_runtime.training.accumulation import Accumulation
 
 if TYPE_CHECKING:
+    from accel_runtime.accelerator.options import EngineOptions
     from accel_runtime.accelerator.run import Run
-    from accel_runtime.environment.engines import EngineOptions
 
 __all__ = [
     "AcceleratorState",

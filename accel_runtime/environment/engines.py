@@ -6,7 +6,7 @@ An engine is an extension, and the class of its section of the settings is its l
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -17,7 +17,6 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineConflict",
-    "EngineOptions",
     "find_engine",
     "list_engines",
 ]
@@ -50,29 +49,6 @@ class EngineConfig(Protocol):
     @property
     def accumulation_steps(self) -> int | None:
         """Return the number of micro-batches of an optimizer step that it states; None without one."""
-
-
-class EngineOptions(Protocol):
-    """The options of an engine in a run, by the plugin of the script that is selected."""
-
-    plugins: dict[str, Any]
-    """The plugins of the script by name."""
-    config: Any
-    """The `EngineConfig` of models that are prepared now."""
-
-    @property
-    def plugin(self) -> Any:
-        """Return the selected plugin."""
-
-    @property
-    def section(self) -> Engine:
-        """Return the section of the settings that the options amount to."""
-
-    def select(self, name: str) -> None:
-        """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""
-
-    def read_plugin(self) -> bool:
-        """Read the selected plugin as it is now; return whether the configuration has changed."""
 
 
 class Engine:
@@ -122,36 +98,6 @@ class Engine:
     @abstractmethod
     def read_config(self) -> EngineConfig:
         """Return the configuration of the section and of the file that it names; raise SettingsError if it is invalid."""
-
-    @abstractmethod
-    def build_options(self, plugins: Any, mixed_precision: str, accumulation_steps: int) -> EngineOptions:
-        """Return the options of a run.
-
-        Args:
-            plugins: The plugin of the script, or several by name; None for those of the section alone.
-            mixed_precision: The number format that other options state; `no` without one.
-            accumulation_steps: The micro-batches of an optimizer step that they state; 1 without a statement.
-        """
-
-    @classmethod
-    @abstractmethod
-    def translate_variables(cls, read: Any) -> dict[str, Any]:
-        """Return an `Equivalent` for each field of the settings that Accelerate's variables mean, in its flat form.
-
-        `read` is the `VariableReader` of `environment/accelerate/variables.py`.
-        """
-
-    @abstractmethod
-    def export_variables(self) -> dict[Any, str]:
-        """Return the variables of Accelerate for this section, by their `Setting`."""
-
-    @abstractmethod
-    def list_export_limits(self) -> Iterator[str]:
-        """Yield sentences on options that differ in a script that uses Accelerate itself."""
-
-    @abstractmethod
-    def explain_refusal(self, device: str) -> str:
-        """Return why a script that uses Accelerate itself cannot run on a type of device; empty if it can."""
 
 
 ENGINES: Registry[type[Engine]] = Registry(

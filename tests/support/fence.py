@@ -13,11 +13,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
+    "accel_cli/accelerate/rules.py",
+    "accel_cli/commands/checkpoint.py",
     "accel_cli/launchers/__init__.py",
     "accel_cli/main.py",
+    "accel_cli/profile/settings_sections.py",
+    "accel_cli/runner/preparations.py",
     "accel_runtime/__init__.py",
+    "accel_runtime/accelerator/options.py",
+    "accel_runtime/backends/__init__.py",
+    "accel_runtime/checkpoint/node_saves.py",
+    "accel_runtime/environment/accelerate/variables.py",
+    "accel_runtime/environment/engines.py",
     "accel_runtime/monitoring/tracking/__init__.py",
+    "accel_runtime/parallel/__init__.py",
+    "accel_runtime/selfcheck.py",
+    "accel_runtime/storage/any_store.py",
+    "accel_runtime/storage/formats.py",
     "accel_runtime/utils/__init__.py",
+    "accel_runtime/utils/dataclasses.py",
+    "accel_runtime/utils/deepspeed.py",
 )
 """The files of the core that name extensions: in each, a line with `extensions.NAME` is a row of a table, and nothing else."""
 EXTENSIONS = sorted(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
-from accel_runtime.environment.accelerate.variables import translate_supported
+from accel_runtime.environment.accelerate.variables import ENGINE_VARIABLES, translate_supported
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
@@ -183,7 +183,7 @@ def build_export(
     limits = (
         *_list_limits(settings),
         *_list_layout_limits(settings, device, world_size),
-        *(settings.engine.list_export_limits() if settings.engine else ()),
+        *(ENGINE_VARIABLES[engine.name].list_limits(engine) if (engine := settings.engine) else ()),
     )
     return Export(
         variables,
@@ -211,7 +211,11 @@ def _list_groups(settings: Settings, device: str, world_size: int | None) -> Ite
     yield _Group(("gradient_accumulation_steps",), {steps: "1"}, _export_accumulation(settings))
     yield _Group(_COMPILE, {compiler: "no"}, _export_compile(settings))
     engine = settings.engine
-    values = engine.export_variables() if engine else _export_sharding(settings, device, world_size)
+    values = (
+        ENGINE_VARIABLES[engine.name].export(engine)
+        if engine
+        else _export_sharding(settings, device, world_size)
+    )
     yield _Group(_LAYOUT, layout, values)
     # Of its own, since a profile has no key for it: without it, Accelerate cannot save a model of stage 3.
     saved = {sharding.USE_DEEPSPEED: _ON, sharding.SAVE_16BIT_MODEL: _ON}
@@ -380,8 +384,8 @@ def _format_limit(value: str, cure: str) -> str:
 
 
 def _explain_refusal(settings: Settings, device: str) -> str:
-    if settings.engine:
-        return settings.engine.explain_refusal(device)
+    if engine := settings.engine:
+        return ENGINE_VARIABLES[engine.name].explain_refusal(engine, device)
     if not settings.parallel.shards or device != _CPU:
         return ""
     return (

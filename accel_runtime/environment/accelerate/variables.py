@@ -8,20 +8,22 @@ changes a training there is translated, rejected with its replacement, or report
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlencode
 
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.sharding import Strategy
-from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
+from accel_runtime.environment.registry import Registry
 
 __all__ = [
+    "ENGINE_VARIABLES",
+    "EngineVariables",
     "Equivalent",
     "Translation",
     "VariableReader",
@@ -67,6 +69,30 @@ class Translation:
     """Sentences on variables that are set and have no effect."""
 
 
+class EngineVariables(Protocol):
+    """The variables of Accelerate that mean the section of an engine."""
+
+    def translate(self, read: VariableReader) -> dict[str, Equivalent]:
+        """Return the fields of the settings that the variables mean, in their flat form."""
+
+    def export(self, section: Any) -> dict[Setting, str]:
+        """Return the variables of a section of the settings."""
+
+    def list_limits(self, section: Any) -> Iterator[str]:
+        """Yield sentences on options that differ in a script that uses Accelerate itself."""
+
+    def explain_refusal(self, section: Any, device: str) -> str:
+        """Return why such a script cannot run on a type of device; empty if it can."""
+
+
+ENGINE_VARIABLES: Registry[EngineVariables] = Registry(
+    {
+        "deepspeed": "accel_runtime.extensions.deepspeed.accelerate_variables:DeepSpeedVariables",
+    }
+)
+"""The variables of each engine, by its name."""
+
+
 def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Translation:
     """Translate the variables of Accelerate; `overrides` are the variables of accel by field, which take precedence.
 
@@ -88,7 +114,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
     for section, translate_section in (
-        (("parallel_", "fully_shard_", *(f"{name}_" for name in ENGINES.names)), _translate_layout),
+        (("parallel_", "fully_shard_", *(f"{name}_" for name in ENGINE_VARIABLES.names)), _translate_layout),
         (("compile_",), _translate_compile),
     ):
         own = {field: text for field, text in overrides.items() if field.startswith(section)}
@@ -225,8 +251,8 @@ def _translate_layout(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the variables of meshes, of FSDP and of engines."""
     sizes = _sizes(read)
     settings = sizes | _sharding(read, sizes)
-    for name in ENGINES.names:
-        settings |= ENGINES[name].translate_variables(read)
+    for name in ENGINE_VARIABLES.names:
+        settings |= ENGINE_VARIABLES[name].translate(read)
     return settings
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from accel_runtime.environment.accelerate import sharding
@@ -22,13 +23,13 @@ from accel_runtime.extensions.deepspeed.settings import (
     read_deepspeed_config,
 )
 
-__all__ = ["export_variables", "translate_variables"]
+__all__ = ["DeepSpeedVariables"]
 
 _WITHOUT_VARIABLE = ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")
 """The fields of the section for which Accelerate has no variable."""
 
 
-def translate_variables(read: VariableReader) -> dict[str, Equivalent]:
+def _translate(read: VariableReader) -> dict[str, Equivalent]:
     """Translate the variables of DeepSpeed."""
     if not read.is_on(sharding.USE_DEEPSPEED.variable):
         return {}
@@ -115,7 +116,7 @@ def _zero3_init(read: VariableReader, stage: int) -> dict[str, Equivalent]:
     return {}
 
 
-def export_variables(section: DeepSpeed) -> dict[Setting, str]:
+def _export(section: DeepSpeed) -> dict[Setting, str]:
     """Return the variables of DeepSpeed.
 
     Accelerate has variables for a part of the section only, and does not add any of them to a JSON file. So it gets the whole
@@ -154,3 +155,36 @@ def _encode_config(config: DeepSpeedConfig) -> str:
     values["zero_optimization"] = {"stage": config.stage, **values.get("zero_optimization", {})}
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+class DeepSpeedVariables:
+    """DeepSpeed in the table of Accelerate's variables."""
+
+    @staticmethod
+    def translate(read: VariableReader) -> dict[str, Equivalent]:
+        """Return the fields of the settings that the variables mean."""
+        return _translate(read)
+
+    @staticmethod
+    def export(section: DeepSpeed) -> dict[Setting, str]:
+        """Return the variables of a section."""
+        return _export(section)
+
+    @staticmethod
+    def list_limits(section: DeepSpeed) -> Iterator[str]:
+        """Yield the sentence on clipping."""
+        if section.read_config().get("gradient_clipping") is None:
+            yield (
+                "deepspeed.gradient_clipping: 0 is 1.0 in a script that uses Accelerate, whose clip_grad_norm_ does nothing with "
+                "DeepSpeed, unless a Trainer sets max_grad_norm. Set deepspeed.gradient_clipping."
+            )
+
+    @staticmethod
+    def explain_refusal(section: DeepSpeed, device: str) -> str:
+        """Return why a script that uses Accelerate cannot run on a type of device."""
+        if device != "cpu":
+            return ""
+        return (
+            f"Cannot use DeepSpeed on the CPU with Accelerate: deepspeed.stage is {section.stage}, and Accelerate would replicate "
+            "models instead. Remove the section deepspeed, run on GPUs, or import accel_runtime instead of accelerate."
+        )

@@ -28,6 +28,8 @@ from accel_runtime.extensions.deepspeed.settings import (
     read_deepspeed_config,
     read_deepspeed_file,
     resolve_deepspeed,
+    state_accumulation,
+    state_precision,
 )
 from accel_runtime.foundation.options import Configuration
 from accel_runtime.parallel.strategy import Placeholder
@@ -473,9 +475,15 @@ class DeepSpeedOptions:
         cls,
         plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None,
         section: DeepSpeed,
-        stated: Mapping[str, tuple[Any, str]],
+        mixed_precision: str = "no",
+        accumulation_steps: int = 1,
     ) -> DeepSpeedOptions:
         """Return the options of the plugins of a script, or of the profile alone."""
+        stated: dict[str, tuple[Any, str]] = {}
+        if mixed_precision != "no":
+            stated |= state_precision(None, mixed_precision, "mixed_precision")
+        if accumulation_steps != 1:
+            stated |= state_accumulation(accumulation_steps, "gradient_accumulation_steps")
         if plugins is None:
             config = resolve_deepspeed(
                 section, read_deepspeed_file(section.config_file) if section.config_file else None, stated

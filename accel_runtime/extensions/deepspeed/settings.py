@@ -19,9 +19,6 @@ from accel_runtime.environment.engines import Engine, EngineConflict
 from accel_runtime.environment.layouts import SettingsError
 
 if TYPE_CHECKING:
-    from accel_runtime.environment.accelerate.setting import Setting
-    from accel_runtime.environment.accelerate.variables import Equivalent, VariableReader
-    from accel_runtime.environment.engines import EngineOptions
     from accel_runtime.environment.settings import Settings
 
 __all__ = [
@@ -156,47 +153,6 @@ class DeepSpeed(Engine):
     def read_config(self) -> DeepSpeedConfig:
         """Return the configuration of the section and its JSON file."""
         return read_deepspeed_config(self)
-
-    def build_options(self, plugins: Any, mixed_precision: str, accumulation_steps: int) -> EngineOptions:
-        """Return the options of the plugins of a script, or of the section alone."""
-        from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions  # noqa: PLC0415 - imports torch
-
-        stated: dict[str, tuple[Any, str]] = {}
-        if mixed_precision != "no":
-            stated |= state_precision(None, mixed_precision, "mixed_precision")
-        if accumulation_steps != 1:
-            stated |= state_accumulation(accumulation_steps, "gradient_accumulation_steps")
-        return DeepSpeedOptions.build(plugins, self, stated)
-
-    @classmethod
-    def translate_variables(cls, read: VariableReader) -> dict[str, Equivalent]:
-        """Return the fields of the settings that Accelerate's variables mean."""
-        from accel_runtime.extensions.deepspeed import accelerate_variables  # noqa: PLC0415 - it imports this module
-
-        return accelerate_variables.translate_variables(read)
-
-    def export_variables(self) -> dict[Setting, str]:
-        """Return the variables of Accelerate for this section."""
-        from accel_runtime.extensions.deepspeed import accelerate_variables  # noqa: PLC0415 - it imports this module
-
-        return accelerate_variables.export_variables(self)
-
-    def list_export_limits(self) -> Iterator[str]:
-        """Yield the sentence on clipping, which differs in a script that uses Accelerate."""
-        if self.read_config().get("gradient_clipping") is None:
-            yield (
-                "deepspeed.gradient_clipping: 0 is 1.0 in a script that uses Accelerate, whose clip_grad_norm_ does nothing with "
-                "DeepSpeed, unless a Trainer sets max_grad_norm. Set deepspeed.gradient_clipping."
-            )
-
-    def explain_refusal(self, device: str) -> str:
-        """Return why a script that uses Accelerate cannot run on a type of device."""
-        if device != "cpu":
-            return ""
-        return (
-            f"Cannot use DeepSpeed on the CPU with Accelerate: deepspeed.stage is {self.stage}, and Accelerate would replicate "
-            "models instead. Remove the section deepspeed, run on GPUs, or import accel_runtime instead of accelerate."
-        )
 
 
 @dataclass(frozen=True)

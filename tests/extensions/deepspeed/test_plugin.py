@@ -13,7 +13,7 @@ from torch import nn
 from accel_runtime import Accelerator
 from accel_runtime.environment.layouts import SettingsError
 from accel_runtime.extensions.deepspeed.plugin import DeepSpeedOptions, DeepSpeedPlugin, HfDeepSpeedConfig
-from accel_runtime.extensions.deepspeed.settings import DeepSpeed, state_accumulation
+from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 from accel_runtime.utils import DummyOptim, DummyScheduler
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -26,8 +26,8 @@ CONFIG = {
 }
 
 
-def build(plugins, section=None, stated=()):
-    return DeepSpeedOptions.build(plugins, section or DeepSpeed(), dict(stated))
+def build(plugins, section=None, steps=1):
+    return DeepSpeedOptions.build(plugins, section or DeepSpeed(), accumulation_steps=steps)
 
 
 # A configuration -------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_the_values_that_mean_unset_in_accelerate_are_accepted():
 
 def test_the_fields_and_the_configuration_are_complete_once_an_accelerator_has_the_plugin():
     plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu")
-    build(plugin, stated=state_accumulation(4, "gradient_accumulation_steps"))
+    build(plugin, steps=4)
     fields = {field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin)}
     fields.pop("hf_ds_config")
     assert fields == {
@@ -173,7 +173,7 @@ def test_the_source_of_a_value_is_the_same_at_every_read():
     options = build(
         DeepSpeedPlugin(gradient_clipping=1.0),
         DeepSpeed(stage="3"),
-        state_accumulation(2, "gradient_accumulation_steps"),
+        2,
     )
     before = dict(options.config.sources)
     assert before == {
