@@ -31,10 +31,10 @@ PYTEST = -m pytest -o cache_dir=$(VENV)/.pytest_cache -o faulthandler_timeout=90
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-services test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-services test-extensions test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 processes
 	@echo '$$ accel launch --cpu --nproc-per-node 2 examples/digits.py'
@@ -54,6 +54,9 @@ test-slow: $(READY)  ## Run the slow tests: many launches, an imitation of AWS, 
 
 test-services: $(READY)  ## Install Ceph, Slurm, sshd and Chromium, and run the tests that need them or root (Debian, as root)
 	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -m "service and not full"
+
+test-extensions: $(READY)  ## Run all tests of the extensions, but those with an environment of their own
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "not full" tests/extensions $(addprefix --ignore=tests/extensions/,deepspeed/zero ray/cluster xla/device)
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test on its CPU device
 	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
