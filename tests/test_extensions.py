@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from support.fence import EXTENSIONS, copy_sources, find_extensions, list_rows, remove_extensions
+from support.fence import EXTENSIONS, copy_sources, find_extensions, list_rows, list_tables, remove_extensions
 from support.interpreter import Interpreter
 from support.processes import ForkedProcess
 from support.waits import limit
@@ -69,10 +69,12 @@ def delete(tmp_path):
     return delete_extensions
 
 
-def read(function, tree):
+def read(function, tree, *arguments):
     """Return what a function of `support/fence.py` prints about a copy of the sources."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with ForkedProcess(INTERPRETER, f"support.fence:{function}", [str(tree)], **options) as process:
+    with ForkedProcess(
+        INTERPRETER, f"support.fence:{function}", [str(tree), *arguments], **options
+    ) as process:
         out, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err
     return json.loads(out)
@@ -87,6 +89,7 @@ def test_without_extensions_a_launch_trains_saves_and_resumes(delete, accel, scr
     for command in (["--help"], ["config", "default"]):
         process = accel(*command)
         assert process.returncode == 0, process.stderr
+        assert "migrate" not in process.stdout, "this is not the copy"
     train = script(SCRIPT)
     lines = []
     for options in ([], ["--resume"]):
@@ -98,14 +101,14 @@ def test_without_extensions_a_launch_trains_saves_and_resumes(delete, accel, scr
     assert ends == ends_again
 
 
-def test_without_one_extension_the_tables_have_all_other_rows(delete):
-    rows = list_rows()
+def test_without_one_extension_its_tables_have_all_other_rows(delete):
     for name in EXTENSIONS:
-        remaining = {row: place for row, place in rows.items() if name not in find_extensions(place)}
-        assert read("print_rows", delete(name)) == remaining, name
+        tables = list_tables(name)
+        remaining = {row: at for row, at in list_rows(tables).items() if name not in find_extensions(at)}
+        assert read("print_rows", delete(name), *tables) == remaining, name
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_without_one_extension_all_modules_import_that_did(delete):
     INTERPRETER.preload(
         "transformers.trainer_callback", "torch.distributed.elastic.agent.server.api", "libcst"

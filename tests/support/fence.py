@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -45,6 +46,11 @@ def find_extensions(text):
     return {*re.findall(r"\bextensions[./](\w+)", text)} & {*EXTENSIONS}
 
 
+def list_tables(name):
+    """List the tables with rows of an extension."""
+    return [table for table in TABLES if name in find_extensions((ROOT / table).read_text("utf-8"))]
+
+
 def remove_rows(text, names):
     """Return the source of a table without the rows of some extensions."""
     lines = text.splitlines(keepends=True)
@@ -83,19 +89,19 @@ def print_import_errors(tree):
                 if not isinstance(error, ModuleNotFoundError) or error.name.startswith(HALVES):
                     where = [f for f in traceback.extract_tb(error.__traceback__) if tree in f.filename][-1]
                     errors[module] = f"{Path(where.filename).relative_to(tree)}:{where.lineno}: {error!r}"
-    print(json.dumps(errors))
+    _print_and_exit(errors)
 
 
-def print_rows(tree):
-    """Print as JSON the rows of the tables of a copy of the sources."""
+def print_rows(tree, *tables):
+    """Print as JSON the rows of some tables of a copy of the sources."""
     _import_from(tree)
-    print(json.dumps(list_rows()))
+    _print_and_exit(list_rows(tables))
 
 
-def list_rows():
-    """Import the tables, and return the location of each row by file, table and name."""
+def list_rows(tables):
+    """Import some tables, and return the location of each row by file, table and name."""
     rows = {}
-    for path in TABLES:
+    for path in tables:
         for title, table in vars(importlib.import_module(_format_module(path))).items():
             if title == "TRACKERS":
                 rows |= {f"{path} {title} {name}": entry.module for name, entry in table.items()}
@@ -110,6 +116,12 @@ def _import_from(tree):
     sys.dont_write_bytecode = True
     for half in HALVES:
         assert Path(importlib.import_module(half).__file__).parent == Path(tree, half)
+
+
+def _print_and_exit(value):
+    """Print a value as JSON and end the process at once: tearing down torch takes longer than importing a table."""
+    print(json.dumps(value), flush=True)
+    os._exit(0)
 
 
 def _format_module(path):
