@@ -43,7 +43,6 @@ EARLY_CHECKS: Registry[Callable[[Mapping[str, str]], EarlyResult]] = Registry(
     {
         "nodes": "accel_runtime.extensions.node_check.check:check_nodes",
     },
-    group="accel.early_checks",
 )
 """Functions of the environment of a rank, which check the machines before the ranks connect."""
 

@@ -30,7 +30,6 @@ COMMANDS: Registry[click.Command] = Registry(
         "import": "accel_cli.extensions.foreign_checkpoints.command:import_",
         "copy": "accel_cli.commands.checkpoint:copy",
     },
-    group="accel.checkpoint_commands",
     error=UsageError,
 )
 """The commands of `accel checkpoint` by name."""
@@ -40,7 +39,6 @@ EXPORTS: Registry[Export] = Registry(
         "dcp": "accel_cli.extensions.foreign_checkpoints.commands:DCP",
         "hf": "accel_cli.commands.checkpoints:PRETRAINED",
     },
-    group="accel.exports",
     error=UsageError,
 )
 """The formats of `accel checkpoint export` by name."""

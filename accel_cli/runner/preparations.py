@@ -43,7 +43,6 @@ NODE_CHECKS: Registry[type[NodeCheck]] = Registry(
     {
         "preflight": "accel_cli.extensions.node_check.preflight:Preflight",
     },
-    group="accel.node_checks",
     error=UsageError,
 )
 """Checks of the nodes of a run, by the key of the launcher that chooses one."""
@@ -51,7 +50,6 @@ PREPARATIONS: Registry[Callable[[Sequence[str], Mapping[str, str]], None]] = Reg
     {
         "deepspeed": "accel_cli.extensions.deepspeed.operators:compile_operators",
     },
-    group="accel.preparations",
     error=UsageError,
 )
 """Functions of the command and the environment of a rank, which prepare this node for it."""
@@ -69,5 +67,5 @@ def find_node_check(key: str) -> type[NodeCheck]:
 
 def prepare_node(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """Run all preparations for ranks with a command and an environment."""
-    for name in PREPARATIONS.names:  # not those of other packages, whose search would delay each start
-        PREPARATIONS[name](argv, environ)
+    for prepare in PREPARATIONS.values():
+        prepare(argv, environ)

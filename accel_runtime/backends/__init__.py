@@ -44,7 +44,6 @@ DEVICES: Registry[Devices] = Registry(
     {
         "xla": "accel_runtime.extensions.xla.devices:XlaDevices",
     },
-    group="accel.devices",
 )
 """Devices that another library connects than torch, by the `device` of the settings, which names all that there are."""
 

@@ -93,7 +93,6 @@ NODE_SAVES: Registry[Callable[[Store, _Path, _Path, int, int], NodeSaves]] = Reg
     {
         "disks": "accel_runtime.extensions.node_disks.node_disks:NodeDisks",
     },
-    group="accel.node_saves",
     error=CheckpointError,
 )
 """The classes of saves on nodes; the first one is used."""

@@ -1,6 +1,6 @@
 """Tables of parts that are chosen by name: launchers, commands, engines, stores, formats. Standard library only.
 
-A part of accel is a line of its table, and that of another package an entry point of the table's group.
+A part of accel is a line of its table, and that of another package an entry point of the table's group, if it has one.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Registry(Mapping[str, Entry]):
 @cache
 def _find_entry_points(group: str) -> Mapping[str, EntryPoint]:
     """Return the entry points of a group, by name."""
+    if not group:
+        return {}
     from importlib.metadata import entry_points  # noqa: PLC0415 - slow to import
 
-    return {point.name: point for point in entry_points(group=group)} if group else {}
+    return {point.name: point for point in entry_points(group=group)}

@@ -19,7 +19,6 @@ STRATEGIES: Registry[Callable[..., Strategy]] = Registry(
         "xla": "accel_runtime.extensions.xla.strategies:choose_strategy",
         "deepspeed": "accel_runtime.extensions.deepspeed:choose_strategy",
     },
-    group="accel.strategies",
 )
 """Functions that choose the strategy of a backend, by the device or the engine of the settings."""
 

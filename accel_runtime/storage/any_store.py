@@ -50,7 +50,6 @@ REMOTE_STORES: Registry[RemoteStore] = Registry(
         "gs": "accel_runtime.extensions.object_stores.remote:OBJECTS",
         "az": "accel_runtime.extensions.object_stores.remote:OBJECTS",
     },
-    group="accel.stores",
     error=RequestError,
 )
 """The stores of URLs by the kind of their service, one of `BUCKET_KINDS`."""
