@@ -67,7 +67,7 @@ def test_a_bundle_contains_all_files_for_the_container(make, tmp_path):
     assert job == {**SPEC, "args": args, "packages": bundle.list_requirements()}
     root = Path(accel_cli.__file__).parent.parent
     assert (folder / "entry.py").read_text() == (
-        root / "accel_cli" / "launchers" / "sagemaker" / "entry.py"
+        root / "accel_cli" / "extensions" / "sagemaker" / "entry.py"
     ).read_text()
     sent = unpack(folder / "accel.tar.gz", tmp_path / "accel")
     command = ["git", "ls-files", "accel_cli", "accel_runtime"]
@@ -91,7 +91,7 @@ def test_the_required_packages_are_those_that_launcher_and_runtime_import():
     packages |= {"prompt_toolkit", "pydantic_core"}  # of questionary and pydantic
     root, imported = Path(accel_cli.__file__).parent.parent, set()
     for file in [*(root / "accel_cli").rglob("*.py"), *(root / "accel_runtime").rglob("*.py")]:
-        optional = {"tracking", "sagemaker", "ray", "migrate", "report", "prometheus.py"}
+        optional = {"tracking", "trackers", "sagemaker", "ray", "migrate", "report", "prometheus.py"}
         if not optional & set(file.relative_to(root).parts):
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.Import):
@@ -111,9 +111,9 @@ def test_an_incomplete_installation_of_accel_is_rejected(tmp_path, monkeypatch):
 
 def test_hidden_files_and_broken_links_of_an_installation_are_not_packed(tmp_path, monkeypatch):
     packages = [tmp_path / name for name in ("accel_cli", "accel_runtime")]
-    (packages[0] / "launchers" / "sagemaker").mkdir(parents=True)
+    (packages[0] / "extensions" / "sagemaker").mkdir(parents=True)
     packages[1].mkdir()
-    files = (packages[0] / "launchers" / "sagemaker" / "entry.py", packages[1] / "env.py")
+    files = (packages[0] / "extensions" / "sagemaker" / "entry.py", packages[1] / "env.py")
     for file in (*files, packages[0] / ".a.py.swp"):
         file.touch()
     (packages[0] / ".#a.py").symlink_to("user@host.1")

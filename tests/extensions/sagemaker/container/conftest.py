@@ -156,7 +156,7 @@ class Containers:
         folder, config = root / "input" / "data" / "accel", root / "input" / "config"
         for each in (folder, config):
             each.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self._accel.source / "accel_cli" / "launchers" / "sagemaker" / "entry.py", folder)
+        shutil.copy(self._accel.source / "accel_cli" / "extensions" / "sagemaker" / "entry.py", folder)
         bundle.write_archive(self._accel, folder / "accel.tar.gz")
         (folder / "job.json").write_text(json.dumps(spec))
         packed(source, folder / "source.tar.gz")
