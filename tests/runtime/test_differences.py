@@ -41,14 +41,12 @@ def differences(accelerate, monkeypatch):
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     for tracker in TRACKERS.values():
         if tracker.package in packages:
-            monkeypatch.delitem(
-                sys.modules, f"accel_runtime.monitoring.tracking.{tracker.module}", raising=False
-            )
+            monkeypatch.delitem(sys.modules, f"accel_runtime.{tracker.module}", raising=False)
     classes = {tracker.class_name: tracker.load() for tracker in TRACKERS.values()}
     names = set(list_differences(accelerate, classes))
     for tracker in TRACKERS.values():
         if tracker.package in packages:
-            del sys.modules[f"accel_runtime.monitoring.tracking.{tracker.module}"]
+            del sys.modules[f"accel_runtime.{tracker.module}"]
     return names
 
 

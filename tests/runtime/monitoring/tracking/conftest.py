@@ -13,6 +13,8 @@ import types
 
 import pytest
 
+from accel_runtime.monitoring.tracking import TRACKERS
+
 SIGNATURES = {
     "wandb": {
         "init": "entity=None, project=None, dir=None, id=None, name=None, notes=None, tags=None, config=None, mode=None",
@@ -141,15 +143,20 @@ def stub(monkeypatch):
             name, holds = submodules[package]
             monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**holds))
         # The module of a tracker keeps the package that it imported.
-        monkeypatch.delitem(sys.modules, f"accel_runtime.monitoring.tracking.{package}", raising=False)
-        monkeypatch.setattr(
-            importlib.import_module("accel_runtime.monitoring.tracking"), package, None, raising=False
-        )
+        module_name = find_module(package)
+        monkeypatch.delitem(sys.modules, module_name, raising=False)
+        parent = importlib.import_module(module_name.rpartition(".")[0])
+        monkeypatch.setattr(parent, package, None, raising=False)
         return calls
 
     yield install
     for package in SIGNATURES:
-        sys.modules.pop(f"accel_runtime.monitoring.tracking.{package}", None)
+        sys.modules.pop(find_module(package), None)
+
+
+def find_module(package):
+    """Return the name of the module of the tracker that needs a package."""
+    return next(f"accel_runtime.{entry.module}" for entry in TRACKERS.values() if entry.package == package)
 
 
 _LIMITS = {"MAX_PARAM_VAL_LENGTH": 20, "MAX_PARAMS_TAGS_PER_BATCH": 2, "MAX_METRICS_PER_BATCH": 2}
