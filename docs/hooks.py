@@ -25,6 +25,7 @@ from accel_cli.main import accel
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import Settings
 
 __all__ = ["cli_page", "errors_page", "on_files", "on_page_content", "profile_page", "variables_page"]
@@ -289,7 +290,10 @@ def _variables_of(settings: type[Any], before: str = "") -> Iterator[tuple[str, 
     module = griffe.load(settings.__module__, search_paths=[ROOT])
     hints = get_type_hints(settings)
     for f in fields(settings):
-        if is_dataclass(hints[f.name]):
+        if f.name == "engines":
+            for engine in ENGINES.names:
+                yield from _variables_of(ENGINES[engine], f"{engine}_")
+        elif is_dataclass(hints[f.name]):
             yield from _variables_of(hints[f.name], f"{f.name}_")
         else:
             meaning = _format_docstring(module[f"{settings.__name__}.{f.name}"])

@@ -33,6 +33,7 @@ NEEDS_A_PACKAGE = {
     "accel_runtime.extensions.xla.strategies.": "torch_xla",
     "accel_cli.extensions.xla.replicas": "torch_xla",
     "accel_runtime.transformers ": "transformers",
+    "accel_runtime.extensions.trackers.": "a tracker",
     "accel_runtime.monitoring.tracking.": "a tracker",
     "accel_cli.runs.prometheus": "prometheus_client",
     **{f"accel_cli.extensions.report.{module}": "plotly" for module in ("figures", "page", "ranks")},
