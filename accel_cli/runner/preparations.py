@@ -61,7 +61,7 @@ def find_node_check(key: str) -> type[NodeCheck]:
         return NODE_CHECKS[key]
     except KeyError:
         raise UsageError(
-            f"launcher.{key}: true is not possible: this installation of accel has no such check. Set it to false."
+            f"Cannot use launcher.{key}: true: this installation of accel has no such check. Set it to false."
         ) from None
 
 

@@ -105,7 +105,6 @@ def open_node_saves(
     name = next(iter(NODE_SAVES), None)
     if name is None:
         raise CheckpointError(
-            f"Cannot save in node_dir {os.fspath(node_dir)}: no package for saves on nodes is installed. Leave out node_dir, or "
-            "install such a package."
+            f"Cannot save in node_dir {os.fspath(node_dir)}: this installation of accel has no saves on nodes. Leave out node_dir."
         )
     return NODE_SAVES[name](store, node_dir, project_dir, store_every, rank)

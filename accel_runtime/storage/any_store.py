@@ -61,8 +61,7 @@ def find_remote_store(url: str) -> RemoteStore:
         return REMOTE_STORES[_find_kind(url)]
     except KeyError:
         raise RequestError(
-            f"Cannot use {url}: no store of {url.partition(':')[0]}:// is installed. Use a directory, or install a package that "
-            "adds one."
+            f"Cannot use {url}: this installation of accel has no store of {url.partition(':')[0]}://. Use a directory."
         ) from None
 
 

@@ -64,5 +64,5 @@ def test_a_node_that_was_left_out_is_refused_and_another_is_not():
 
 def test_a_preflight_is_refused_by_an_installation_without_the_check(monkeypatch):
     monkeypatch.setattr(preparations, "NODE_CHECKS", {})
-    with pytest.raises(UsageError, match=r"launcher\.preflight: true is not possible"):
+    with pytest.raises(UsageError, match=r"Cannot use launcher\.preflight: true: this installation"):
         preparations.find_node_check("preflight")

@@ -17,10 +17,10 @@ def build_accelerator(folder, **options):
     return Accelerator(project_config=project)
 
 
-def test_a_node_dir_without_a_package_that_saves_there_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_saves, "NODE_SAVES", Registry({}, "accel.none"))
+def test_a_node_dir_is_refused_by_an_installation_without_saves_on_nodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_saves, "NODE_SAVES", Registry({}))
     build_accelerator(tmp_path).save_state()
     with pytest.raises(
-        CheckpointError, match=r"Cannot save in node_dir .*: no package .* Leave out node_dir"
+        CheckpointError, match=r"Cannot save in node_dir .*: this installation .* Leave out node_dir"
     ):
         build_accelerator(tmp_path, node_dir=tmp_path / "node").save_state()
