@@ -36,7 +36,7 @@ COMMANDS: Registry[click.Command] = Registry(
 EXPORTS: Registry[Export] = Registry(
     {
         "safetensors": "accel_cli.commands.checkpoints:SAFETENSORS",
-        "dcp": "accel_cli.extensions.foreign_checkpoints.commands:DCP",
+        "dcp": "accel_cli.extensions.foreign_checkpoints.dcp:DCP",
         "hf": "accel_cli.commands.checkpoints:PRETRAINED",
     },
     error=UsageError,

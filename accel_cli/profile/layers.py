@@ -22,7 +22,7 @@ from accel_cli.profile.store import DEFAULT, Store
 from accel_cli.profile.validation_errors import drop_repeated_lists, explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
-from accel_runtime.environment.engines import ENGINES
+from accel_runtime.environment.engines import ENGINES, EngineConfig
 from accel_runtime.environment.settings import (
     Settings,
     SettingsError,
@@ -78,8 +78,8 @@ class Resolved:
     """The layers that set values, the weakest first."""
     sources: Mapping[str, str]
     """The layer and location of each dotted key that a layer sets."""
-    engine: Any = None
-    """The `EngineConfig`, with the file of the engine; None if no engine is used, or the file has not been read."""
+    engine: EngineConfig | None = None
+    """The configuration of the engine, with its file; None if no engine is used, or the file has not been read."""
 
     @property
     def values(self) -> dict[str, Any]:

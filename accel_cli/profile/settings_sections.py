@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
-from accel_runtime.environment.engines import ENGINES
+from accel_runtime.environment.engines import ENGINES, EngineConfig
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import (
     Compile,
@@ -108,7 +108,7 @@ class EngineSection(SettingsSection):
         """Return the values of keys of the profile that the engine's file sets, with their sources."""
         raise NotImplementedError
 
-    def list_configuration(self, config: Any) -> Mapping[str, tuple[Any, str]]:
+    def list_configuration(self, config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
         """Return the values of a configuration by their names, with their sources."""
         raise NotImplementedError
 

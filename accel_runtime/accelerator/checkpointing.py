@@ -122,7 +122,7 @@ class Checkpointing:
             _LOG.warning("%s", problem)
 
     def _connect_node_saves(self, operation: str) -> NodeSaves | None:
-        """Return the checkpoints on the disks of the nodes; None without `node_dir` or automatic names. Collective."""
+        """Return the saves of the project on its nodes; None without `node_dir` or automatic names. Collective."""
         project, settings = self._run.options.project, self._run.options.settings
         parent = project.checkpoints
         if (
@@ -217,24 +217,25 @@ class Checkpointing:
         began = time.monotonic()
         strategy, backend = self._run.strategy, self._run.backend
         strategy.synchronize()
-        disks = None if one_rank else self._connect_node_saves("save_state")
+        saves = None if one_rank else self._connect_node_saves("save_state")
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
-        on_nodes = disks is not None and disks.takes_next and not self._is_stopping()
-        saving = (disks.operation if disks is not None and on_nodes else SaveOperation)(
+        # Those of the nodes, if this save stays there.
+        on_nodes = saves if saves is not None and saves.takes_next and not self._is_stopping() else None
+        saving = (SaveOperation if on_nodes is None else on_nodes.operation)(
             group,
             self._store,
             run=self._resume_policy.origin.identity,
-            shared=on_nodes or self._run.options.settings.shared_files,
+            shared=on_nodes is not None or self._run.options.settings.shared_files,
             replicas=None if one_rank else self._run.checks.replicas,
             to_host=backend.runtime.state_to_host,
-            ranks=disks.ranks if disks is not None and on_nodes else None,
+            ranks=None if on_nodes is None else on_nodes.ranks,
         )
         numbered = retention.automatic is not None
         target = SaveTarget(partial(retention.target, self._store), _normalize(output_dir), numbered)
-        if disks is not None and on_nodes:
-            target = disks.choose_target(self._run.options.project.iteration, target.directory)
+        if on_nodes is not None:
+            target = on_nodes.choose_target(self._run.options.project.iteration, target.directory)
         state = self._training_state(one_rank=one_rank)
         model_states = state.states()
         hooked = list(model_states)
@@ -259,9 +260,9 @@ class Checkpointing:
 
         def finish() -> None:
             is_committed = saving.finish(group) is not None
-            if disks is not None:
-                disks.record_save(draft.key, on_nodes=on_nodes)
-            if is_committed and not on_nodes:
+            if saves is not None:
+                saves.record_save(draft.key, on_nodes=on_nodes is not None)
+            if is_committed and on_nodes is None:
                 retention.prune(self._store)
             self._record_checkpoint("save", draft.key, began)
 
@@ -306,12 +307,12 @@ class Checkpointing:
         """
         self._load_attempted = True
         self._background_writer.wait()
-        disks, is_first = self._connect_node_saves("load_state"), self._run.backend.topology.rank == 0
-        if disks is None:
+        saves, is_first = self._connect_node_saves("load_state"), self._run.backend.topology.rank == 0
+        if saves is None:
             return None
         all_gather = self._run.build_all_gather("search for the newest checkpoint")
         parent = os.fspath(self._run.options.project.checkpoints or "")
-        candidates = disks.find_candidates(all_gather, partial(list_numbered, self._store, parent), accepts)
+        candidates = saves.find_candidates(all_gather, partial(list_numbered, self._store, parent), accepts)
         for candidate in candidates:
             try:
                 checkpoint = self._load_checkpoint(None, position, strict=strict, candidate=candidate)
@@ -322,7 +323,7 @@ class Checkpointing:
                     reason = error.reason if isinstance(error, PartError) else error.problems[0]
                     print_note(f"checkpoint_{candidate.number} is not used: {reason}")
             else:
-                disks.record_load(candidate, candidates)
+                saves.record_load(candidate, candidates)
                 if is_first and position == "exact":
                     place = "on the disks of the nodes" if candidate.save else "in the project directory"
                     print_note(f"resuming from {checkpoint.key} (step {checkpoint.manifest.step}), {place}")

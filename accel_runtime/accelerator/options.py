@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from accel_runtime.data.loader import LoaderOptions
 from accel_runtime.data.prepare import check_loader_configuration, loader_options
-from accel_runtime.environment.engines import ENGINES, Engine, find_engine
+from accel_runtime.environment.engines import ENGINES, Engine, EngineConfig, find_engine
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import (
     Compile,
@@ -87,8 +87,10 @@ class EngineOptions(Protocol):
 
     plugins: dict[str, Any]
     """The plugins of the script by name."""
-    config: Any
-    """The `EngineConfig` of models that are prepared now."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """Return the configuration of models that are prepared now."""
 
     @property
     def plugin(self) -> Any:

@@ -5,7 +5,7 @@ An engine is an extension, and the class of its section of the settings is its l
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -35,6 +35,10 @@ class EngineConfig(Protocol):
     """The configuration of an engine: its section, a file of its own, and what other options state."""
 
     @property
+    def values(self) -> Mapping[str, Any]:
+        """Return the nested keys of the file of the engine."""
+
+    @property
     def sources(self) -> Mapping[str, str]:
         """Return where each value comes from, by its name."""
 
@@ -51,7 +55,7 @@ class EngineConfig(Protocol):
         """Return the number of micro-batches of an optimizer step that it states; None without one."""
 
 
-class Engine:
+class Engine(ABC):
     """Options of an engine; a subclass is a frozen dataclass, by whose defaults the engine is not used."""
 
     name: ClassVar[str]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
     from accel_runtime.backends.base import Backend
+    from accel_runtime.environment.engines import EngineConfig
     from accel_runtime.environment.settings import Settings
     from accel_runtime.parallel.strategy import Strategy
 
@@ -23,10 +24,12 @@ STRATEGIES: Registry[Callable[..., Strategy]] = Registry(
 """Functions that choose the strategy of a backend, by the device or the engine of the settings."""
 
 
-def choose_strategy(backend: Backend, settings: Settings, engine_config: Any = None) -> Strategy:
+def choose_strategy(
+    backend: Backend, settings: Settings, engine_config: EngineConfig | None = None
+) -> Strategy:
     """Return what happens to the models of a run; modules of other strategies are not imported.
 
-    `engine_config` is the `EngineConfig` of the engine, if one is used; by default that of the settings.
+    `engine_config` is that of the engine, if one is used; by default that of the settings.
     """
     if settings.device in STRATEGIES.names:
         return STRATEGIES[settings.device](backend, settings)

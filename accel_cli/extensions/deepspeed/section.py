@@ -16,6 +16,7 @@ from accel_runtime.extensions.deepspeed.settings import ZERO_3, DeepSpeed, Offlo
 
 if TYPE_CHECKING:
     from accel_cli.profile.layers import Resolved
+    from accel_runtime.environment.engines import EngineConfig
 
 __all__ = ["DeepSpeedSection"]
 
@@ -194,20 +195,20 @@ class DeepSpeedSection(EngineSection):
     @override
     def complete(self, resolved: Resolved) -> Resolved:
         """Return a profile with the number format and the accumulation of its JSON file, and DeepSpeed's configuration."""
-        from accel_cli.extensions.deepspeed import values  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
 
-        return values.apply_deepspeed_file(resolved)
+        return config_file.apply_deepspeed_file(resolved)
 
     @override
     def list_file_values(self, resolved: Resolved) -> Mapping[str, tuple[Any, str]]:
         """Return the values of the keys of the section that the JSON file sets, with their sources."""
-        from accel_cli.extensions.deepspeed import values  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
 
-        return values.list_file_values(resolved)
+        return config_file.list_file_values(resolved)
 
     @override
-    def list_configuration(self, config: Any) -> Mapping[str, tuple[Any, str]]:
+    def list_configuration(self, config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
         """Return the values of a configuration of DeepSpeed by path, with their sources."""
-        from accel_cli.extensions.deepspeed import values  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
 
-        return values.list_deepspeed_values(config)
+        return config_file.list_deepspeed_values(config)

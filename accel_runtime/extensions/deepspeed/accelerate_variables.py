@@ -29,29 +29,6 @@ _WITHOUT_VARIABLE = ("reduce_bucket_size", "prefetch_bucket_size", "param_persis
 """The fields of the section for which Accelerate has no variable."""
 
 
-def _translate(read: VariableReader) -> dict[str, Equivalent]:
-    """Translate the variables of DeepSpeed."""
-    if not read.is_on(sharding.USE_DEEPSPEED.variable):
-        return {}
-    for setting in (sharding.DEEPSPEED_FIELDS, sharding.SAVE_16BIT_MODEL):
-        read.text(setting.variable)  # accel gathers the weights to save them anyway
-    moe = sharding.MOE_CLASSES
-    if read.text(moe.variable):
-        raise SettingsError(f"{moe.variable}={read.environ[moe.variable]} is not supported: {moe.refusal}.")
-    stage, settings = _zero_stage(read)
-    settings |= _offloads(read, stage) | _zero3_init(read, stage)
-    clipping = sharding.GRADIENT_CLIPPING
-    if (text := read.text(clipping.variable).lower()) not in {"", "auto"}:
-        try:
-            norm = float(text)
-        except ValueError:
-            raise SettingsError(
-                f"Invalid {clipping.variable} {read.environ[clipping.variable]!r}: expected a number, or auto."
-            ) from None
-        settings |= {clipping.field: Equivalent(clipping.variable, str(norm))} if norm else {}
-    return settings
-
-
 def _zero_stage(read: VariableReader) -> tuple[int, dict[str, Equivalent]]:
     """Return the stage, and the settings of it and of the JSON file."""
     setting, file = sharding.ZERO_STAGE, sharding.DEEPSPEED_FILE
@@ -116,38 +93,6 @@ def _zero3_init(read: VariableReader, stage: int) -> dict[str, Equivalent]:
     return {}
 
 
-def _export(section: DeepSpeed) -> dict[Setting, str]:
-    """Return the variables of DeepSpeed.
-
-    Accelerate has variables for a part of the section only, and does not add any of them to a JSON file. So it gets the whole
-    configuration, encoded as its `HfDeepSpeedConfig` reads it, unless these variables or the file say the same.
-    """
-    config = read_deepspeed_config(section)
-    values: dict[Setting, str] = {sharding.USE_DEEPSPEED: "true"}
-    if config.stage == ZERO_3 or section.zero3_init:
-        values[sharding.ZERO3_INIT] = "true" if section.zero3_init else "false"
-    from_file = {source for source in config.sources.values() if source == section.config_file}
-    if (
-        section.config_file
-        and from_file == {*config.sources.values()}
-        and "zero_optimization" in config.values
-    ):
-        return {**values, sharding.DEEPSPEED_FILE: section.config_file}
-    if section.config_file or any(getattr(section, name) != AUTO for name in _WITHOUT_VARIABLE):
-        return {**values, sharding.DEEPSPEED_FILE: _encode_config(config)}
-    values[sharding.ZERO_STAGE] = str(config.stage)
-    paths = {
-        sharding.OFFLOAD_OPTIMIZER_DEVICE: (section.offload_optimizer, sharding.OFFLOAD_OPTIMIZER_NVME_PATH),
-        sharding.OFFLOAD_PARAM_DEVICE: (section.offload_param, sharding.OFFLOAD_PARAM_NVME_PATH),
-    }
-    for setting, (device, path) in paths.items():
-        values |= {setting: device} if device != "no" else {}
-        values |= {path: section.nvme_path} if device == "nvme" else {}
-    if section.gradient_clipping:
-        values[sharding.GRADIENT_CLIPPING] = str(section.gradient_clipping)
-    return values
-
-
 def _encode_config(config: DeepSpeedConfig) -> str:
     """Return a configuration as text, with what Accelerate fills in of the script."""
     batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -162,13 +107,63 @@ class DeepSpeedVariables:
 
     @staticmethod
     def translate(read: VariableReader) -> dict[str, Equivalent]:
-        """Return the fields of the settings that the variables mean."""
-        return _translate(read)
+        """Return the fields of the settings that the variables of DeepSpeed mean."""
+        if not read.is_on(sharding.USE_DEEPSPEED.variable):
+            return {}
+        for setting in (sharding.DEEPSPEED_FIELDS, sharding.SAVE_16BIT_MODEL):
+            read.text(setting.variable)  # accel gathers the weights to save them anyway
+        moe = sharding.MOE_CLASSES
+        if read.text(moe.variable):
+            raise SettingsError(
+                f"{moe.variable}={read.environ[moe.variable]} is not supported: {moe.refusal}."
+            )
+        stage, settings = _zero_stage(read)
+        settings |= _offloads(read, stage) | _zero3_init(read, stage)
+        clipping = sharding.GRADIENT_CLIPPING
+        if (text := read.text(clipping.variable).lower()) not in {"", "auto"}:
+            try:
+                norm = float(text)
+            except ValueError:
+                raise SettingsError(
+                    f"Invalid {clipping.variable} {read.environ[clipping.variable]!r}: expected a number, or auto."
+                ) from None
+            settings |= {clipping.field: Equivalent(clipping.variable, str(norm))} if norm else {}
+        return settings
 
     @staticmethod
     def export(section: DeepSpeed) -> dict[Setting, str]:
-        """Return the variables of a section."""
-        return _export(section)
+        """Return the variables of a section.
+
+        Accelerate has variables for a part of the section only, and does not add any of them to a JSON file. So it gets the whole
+        configuration, encoded as its `HfDeepSpeedConfig` reads it, unless these variables or the file say the same.
+        """
+        config = read_deepspeed_config(section)
+        values: dict[Setting, str] = {sharding.USE_DEEPSPEED: "true"}
+        if config.stage == ZERO_3 or section.zero3_init:
+            values[sharding.ZERO3_INIT] = "true" if section.zero3_init else "false"
+        from_file = {source for source in config.sources.values() if source == section.config_file}
+        if (
+            section.config_file
+            and from_file == {*config.sources.values()}
+            and "zero_optimization" in config.values
+        ):
+            return {**values, sharding.DEEPSPEED_FILE: section.config_file}
+        if section.config_file or any(getattr(section, name) != AUTO for name in _WITHOUT_VARIABLE):
+            return {**values, sharding.DEEPSPEED_FILE: _encode_config(config)}
+        values[sharding.ZERO_STAGE] = str(config.stage)
+        paths = {
+            sharding.OFFLOAD_OPTIMIZER_DEVICE: (
+                section.offload_optimizer,
+                sharding.OFFLOAD_OPTIMIZER_NVME_PATH,
+            ),
+            sharding.OFFLOAD_PARAM_DEVICE: (section.offload_param, sharding.OFFLOAD_PARAM_NVME_PATH),
+        }
+        for setting, (device, path) in paths.items():
+            values |= {setting: device} if device != "no" else {}
+            values |= {path: section.nvme_path} if device == "nvme" else {}
+        if section.gradient_clipping:
+            values[sharding.GRADIENT_CLIPPING] = str(section.gradient_clipping)
+        return values
 
     @staticmethod
     def list_limits(section: DeepSpeed) -> Iterator[str]:

@@ -92,7 +92,7 @@ def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
 
 @pytest.mark.slow
 def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatch):
-    from accel_cli.extensions.foreign_checkpoints import commands as checkpoint_formats
+    from accel_cli.extensions.foreign_checkpoints import dcp
 
     shutil.copytree(KEPT / "one", cwd / "checkpoint")
     (cwd / "stuck.py").write_text(
@@ -116,9 +116,9 @@ def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatc
         assert list(cwd.glob(".out.*"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint_formats.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(dcp.subprocess, "Popen", Stuck)
     monkeypatch.setattr(checkpoints, "_PROGRESS_S", 0)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint_formats.export_dcp("checkpoint", "out", MergeRequest(), interrupt)
+        dcp.export_dcp("checkpoint", "out", MergeRequest(), interrupt)
     assert started[0].returncode == 1
     assert not [path.name for path in cwd.iterdir() if "out" in path.name]

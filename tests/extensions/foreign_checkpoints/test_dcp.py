@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from accel_cli.commands.checkpoints import show_checkpoint
 from accel_cli.errors import AccelError
-from accel_cli.extensions.foreign_checkpoints.commands import import_dcp
+from accel_cli.extensions.foreign_checkpoints.dcp import import_dcp
 from accel_runtime import Accelerator
 from accel_runtime.extensions.foreign_checkpoints import dcp_export
 from accel_runtime.extensions.foreign_checkpoints.dcp_export import DcpRequest, write_dcp_folder

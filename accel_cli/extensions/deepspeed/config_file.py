@@ -12,6 +12,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.profile import layers
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
+from accel_runtime.environment.engines import EngineConfig
 from accel_runtime.environment.settings import Settings, SettingsError
 from accel_runtime.extensions.deepspeed.settings import (
     PATHS,
@@ -102,7 +103,7 @@ def list_file_values(resolved: Resolved) -> dict[str, tuple[Any, str]]:
     return values
 
 
-def list_deepspeed_values(config: DeepSpeedConfig) -> Mapping[str, tuple[Any, str]]:
+def list_deepspeed_values(config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
     """Return the values of a configuration of DeepSpeed by path, with their sources."""
     return {
         path: (
