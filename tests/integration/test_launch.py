@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.commands import Accel, run_accel
 from support.processes import Process
-from support.waits import limit, wait_until
+from support.waits import limit, wait_for_texts
 
 TELL = """
 import json, os, sys
@@ -223,9 +223,7 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(count), "train.py"]
     with Process(command, stderr=subprocess.DEVNULL) as process:
-        wait_until(
-            lambda: len(list(cwd.glob("pid*"))) == count and all(p.read_text() for p in cwd.glob("pid*"))
-        )
+        wait_for_texts(cwd, "pid*", count)
         process.send_signal(number)
         code = process.wait(timeout=limit(40))
     # One process is the script, which saved and left with 0; an agent that was told to stop says so.

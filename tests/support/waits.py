@@ -47,6 +47,19 @@ def wait_until(condition, seconds=30, description=None, *, process=None):
     return value
 
 
+def wait_for_texts(folder, pattern, count, seconds=30, description=None):
+    """Wait until a number of files hold text, and return their texts in the order of their names.
+
+    A file exists before its text does: a test that reads a file that a script writes waits for the text.
+    """
+
+    def read_texts():
+        texts = [path.read_text() for path in sorted(Path(folder).glob(pattern))]
+        return texts if len(texts) == count and all(texts) else None
+
+    return wait_until(read_texts, seconds, description)
+
+
 def read_until(process, pattern, text="", *, stream=None, seconds=120):
     """Read lines of a process until a regular expression matches the text, and return the text.
 

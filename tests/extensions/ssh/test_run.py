@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import limit, wait_until
+from support.waits import limit, wait_for_texts, wait_until
 
 SSH = """\
 #!/bin/sh
@@ -69,8 +69,7 @@ def start(cwd, tmp_path, monkeypatch):
 
 def read_pids(cwd):
     """Wait until both hosts run, and return the process ids of their launches."""
-    wait_until(lambda: all((cwd / name).is_file() and (cwd / name).read_text() for name in ("pida", "pidb")))
-    return [int((cwd / name).read_text()) for name in ("pida", "pidb")]
+    return [int(pid) for pid in wait_for_texts(cwd, "pid[ab]", 2)]
 
 
 def wait_for_end(pids):

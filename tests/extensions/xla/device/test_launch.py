@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import limit, wait_until
+from support.waits import limit, wait_for_texts, wait_until
 
 from accel_cli.runner import guard
 
@@ -221,8 +221,7 @@ def test_a_signal_reaches_every_replica_and_a_checkpoint_is_saved(script, device
             start_new_session=True,
         )
     try:
-        wait_until(lambda: len(list(cwd.glob("up[0-9]"))) == 2, PATIENCE_S, Path("said").read_text)
-        pid = int(Path("up0").read_text())
+        pid = int(wait_for_texts(cwd, "up[0-9]", 2, PATIENCE_S, Path("said").read_text)[0])
         stacks = subprocess.run([*command, "stacks"], capture_output=True, text=True, check=True)
         process.send_signal(signal.SIGUSR2)
         wait_until(lambda: said_all(cwd, "heard"), PATIENCE_S, Path("said").read_text)
