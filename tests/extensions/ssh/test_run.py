@@ -92,12 +92,7 @@ def test_every_host_runs_its_launch_and_begins_its_lines(start):
 
 def test_two_launches_at_once_on_the_same_hosts_have_different_ports(start, cwd):
     processes = [start("port.py") for _ in range(2)]
-
-    def read_texts():
-        texts = [file.read_text() for file in cwd.glob("[0-9]*")]
-        return len(texts) >= 4 and all(texts) and texts
-
-    texts = wait_until(read_texts)
+    texts = wait_for_texts(cwd, "[0-9]*", 4)
     (cwd / "all").touch()
     for process in processes:
         assert process.wait(limit(60)) == 0

@@ -21,7 +21,7 @@ USES = {
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_url_without_a_store_of_its_kind_is_refused_with_the_cure(use, monkeypatch):
-    monkeypatch.setattr(any_store, "REMOTE_STORES", Registry({}, "accel.none"))
+    monkeypatch.setattr(any_store, "REMOTE_STORES", Registry({}))
     with pytest.raises(
         RequestError,
         match=r"Cannot use s3://bucket/run: this installation of accel has no store of s3://\. Use a directory",
