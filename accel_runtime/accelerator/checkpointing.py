@@ -221,7 +221,7 @@ class Checkpointing:
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
-        # Those of the nodes, if this save stays there.
+        # None if this save goes to the project directory.
         on_nodes = saves if saves is not None and saves.takes_next and not self._is_stopping() else None
         saving = (SaveOperation if on_nodes is None else on_nodes.operation)(
             group,
