@@ -22,9 +22,13 @@ from support.waits import limit
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
 
-    # Examples take long on a busy machine, so they have no deadline. In CI hypothesis selects the same examples each time.
-    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("search", settings.get_profile("busy"))  # of `make test-full`
+    # Examples take long on a busy machine, so they have no deadline. They are the same each time, on any machine: by itself,
+    # hypothesis selects the same ones in CI only.
+    settings.register_profile(
+        "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    )
+    # Of `make test-full`, which looks for others.
+    settings.register_profile("search", settings.get_profile("busy"), derandomize=False)
     settings.load_profile("busy")
 
 # A shell ignores these signals for background jobs, and every process of a test would inherit that.
