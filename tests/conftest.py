@@ -24,11 +24,15 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have none
 
     # Examples take long on a busy machine, so they have no deadline. They are the same each time, on any machine: by itself,
     # hypothesis selects the same ones in CI only.
-    settings.register_profile(
-        "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    _patient = settings(
+        settings.get_profile("default"),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
     )
-    # Of `make test-full`, which looks for others.
-    settings.register_profile("search", settings.get_profile("busy"), derandomize=False)
+    settings.register_profile("busy", _patient, derandomize=True)
+    # Of `make test-full`, which looks for others, and keeps those that fail.
+    settings.register_profile("search", _patient)
     settings.load_profile("busy")
 
 # A shell ignores these signals for background jobs, and every process of a test would inherit that.

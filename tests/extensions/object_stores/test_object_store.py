@@ -116,13 +116,13 @@ LASTING = {
 """Faults that last, and the cure in the error."""
 
 
-def save_with_failure(url, addresses, failing, on_error, in_background):
+def save_with_failure(url, addresses, failing_ranks, on_error, in_background):
     """Save, save without success under the same name and a new one, and load the first; return the errors.
 
     Only the ranks whose requests fail have a short limit: another one must have the time to remove what it has written.
     """
     rank = int(os.environ.get("RANK", "0"))
-    limits = {"retry_s": 0.5} if rank in failing else {}
+    limits = {"retry_s": 0.5} if rank in failing_ranks else {}
     with start_run(addresses[0], 5, sharded=False) as run:
         run.accelerator.save_state(f"{url}/mine")
         saved = [each.detach().tolist() for each in run.model.parameters()]
@@ -168,10 +168,10 @@ def test_a_fault_that_lasts_is_one_error_with_a_cure_on_all_ranks_and_the_previo
     fault, failing, in_background = case
     kind, cure = LASTING[fault]
     good, bad = ([s3_proxy.address(f"{name} {rank}") for rank in range(2)] for name in ("good", "bad"))
-    failing = [0, 1] if failing == "all" else [1]
-    for rank in failing:
+    failing_ranks = {"all": [0, 1], "one": [1]}[failing]
+    for rank in failing_ranks:
         s3_proxy.inject(kind, client=f"bad {rank}")
-    results = clusters[2].run(save_with_failure, s3_url, (good, bad), failing, "raise", in_background)
+    results = clusters[2].run(save_with_failure, s3_url, (good, bad), failing_ranks, "raise", in_background)
     errors = results[0][0]
     assert len(errors) == 2
     assert results[1][0] == errors
