@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Accel, run_accel
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"
@@ -262,7 +262,7 @@ def test_ranks_that_the_launcher_ended_are_not_reported_as_failures(fails):
     lines, code = fails(
         "import signal\n"
         f"{IF_2}    time.sleep(0.5)\n    sys.exit(5)\n"
-        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n{OTHERS_WAIT}"
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n{WAIT_FOR_SIGNAL}"
     )
     assert code == 5
     assert "exited with code 9" not in "\n".join(lines)

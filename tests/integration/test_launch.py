@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.commands import Accel, run_accel
 from support.processes import Process
-from support.waits import limit, wait_for_texts
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_for_texts
 
 TELL = """
 import json, os, sys
@@ -219,7 +219,7 @@ def test_a_signal_ends_every_process(script, cwd, count, number):
         "from pathlib import Path\n"
         "def stop(*_):\n    Path('saved' + os.environ.get('RANK', '0')).touch(); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, stop)\nsignal.signal(signal.SIGINT, stop)\n"
-        "Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\ntime.sleep(60)\n"
+        "Path('pid' + os.environ.get('RANK', '0')).write_text(str(os.getpid()))\n" + WAIT_FOR_SIGNAL
     )
     command = [sys.executable, "-m", "accel_cli", "launch", "--nproc-per-node", str(count), "train.py"]
     with Process(command, stderr=subprocess.DEVNULL) as process:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from support.commands import Accel, run_accel
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
 
@@ -64,12 +64,12 @@ def test_a_single_rank_on_a_terminal_has_a_terminal_of_equal_size(script, home):
 
 def test_a_rank_is_informed_of_a_new_terminal_size(script):
     script(
-        "import os, signal\n"
+        "import os, signal, time\n"
         # Not print: the signal may come while the other one is under way.
         "def resized(*_):\n"
         "    os.isatty(1) and os.write(1, f'{tuple(os.get_terminal_size(1))}\\n'.encode()); os._exit(0)\n"
         "signal.signal(signal.SIGWINCH, resized)\n"
-        "print('ready', flush=True)\nsignal.pause()\n"
+        "print('ready', flush=True)\n" + WAIT_FOR_SIGNAL
     )
     local_end, remote_end = os.openpty()
     with Accel(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.commands import run_accel
 from support.processes import Process
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 from accel_cli.errors import explain_os_error, explain_process_limit, explain_torch_error
 from accel_runtime.environment import settings as env
@@ -92,7 +92,8 @@ while state(orphan) != "reaped" and time.monotonic() < deadline:
     time.sleep(0.05)
 print("orphan", state(orphan))
 """
-SAVES = """
+SAVES = (
+    """
 import signal, sys, time
 from pathlib import Path
 def save(*_):
@@ -100,8 +101,9 @@ def save(*_):
     sys.exit(7)
 signal.signal(signal.SIGTERM, save)
 Path("up").touch()
-time.sleep(60)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 @pytest.fixture

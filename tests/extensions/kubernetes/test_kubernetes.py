@@ -9,7 +9,7 @@ from support.commands import Accel, run_accel
 from support.hosts.kubernetes import KubernetesServer
 from support.hosts.network import hosts
 from support.processes import free_port
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytestmark = pytest.mark.slow
 TRAIN = """
@@ -31,15 +31,17 @@ if int(os.environ["RANK"]) == 1 and not pathlib.Path(sys.argv[1]).exists():
     pathlib.Path(sys.argv[1]).touch()
     time.sleep(300)
 """
-STAY = """
+STAY = (
+    """
 import os, signal, sys, time
 def leave(*_):
     print("the script saves", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 print("the script runs with", os.environ["API_KEY"], flush=True)
-time.sleep(300)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 @pytest.fixture

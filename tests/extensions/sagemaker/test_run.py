@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from support.runs.slow_example import EXAMPLES, checkpointing
-from support.waits import limit
+from support.waits import WAIT_FOR_SIGNAL, limit
 
 WAIT_S = 180
 """A generous bar for a job that hangs."""
@@ -141,7 +141,8 @@ def test_the_failure_reason_is_that_of_the_script_and_names_the_host(aws, here, 
     assert len(re.findall(r"accel: 127\.[12] ended with exit code \d+", job.said)) == 2
 
 
-STAY = """
+STAY = (
+    """
 import os, pathlib, signal, sys, time
 def leave(*_):
     pathlib.Path(os.environ["SM_MODEL_DIR"], f"rank{os.environ['RANK']}").write_text("saved")
@@ -149,8 +150,9 @@ def leave(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 print("rank", os.environ["RANK"], "runs", "with a secret" if os.environ["TOKEN"] == "a-secret-of-42" else "", flush=True)
-time.sleep(300)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 def test_a_stopped_job_saves_and_its_results_are_downloaded(aws, here, launch, accel):

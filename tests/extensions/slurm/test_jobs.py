@@ -12,7 +12,7 @@ import pytest
 from support.commands import Accel, run_accel
 from support.runs.slow_example import checkpointing
 from support.terminal import CommandScreen
-from support.waits import limit, read_until, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, read_until, wait_until
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""
@@ -30,7 +30,8 @@ with open(f"rank{dist.get_rank()}.json", "w") as file:
     json.dump(told, file)
 dist.destroy_process_group()
 """
-STAY = """
+STAY = (
+    """
 import os, signal, sys, time
 def leave(number, _):
     if number == signal.SIGTERM:
@@ -41,9 +42,11 @@ signal.signal(signal.SIGTERM, leave)
 if "listen" in sys.argv:
     signal.signal(signal.SIGUSR1, leave)
 print("rank", os.environ["RANK"], "runs, attempt", os.environ.get("SLURM_RESTART_COUNT", "0"), flush=True)
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-    time.sleep(300)
+if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+    sys.exit(0)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 @pytest.fixture

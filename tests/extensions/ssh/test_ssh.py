@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from support.hosts.ssh import ssh_hosts
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytestmark = pytest.mark.service("sshd")
 LAUNCH = ("launch", "-q", "--cpu")
@@ -32,7 +32,8 @@ if os.environ["RANK"] == "1":
     raise ValueError("no such sample")
 time.sleep(600)
 """
-WAIT = """
+WAIT = (
+    """
 import os, signal, sys, time
 from pathlib import Path
 rank = os.environ["RANK"]
@@ -42,8 +43,9 @@ def save(*_):
 signal.signal(signal.SIGINT, save)
 signal.signal(signal.SIGTERM, save)
 Path(f"up{rank}").touch()
-time.sleep(600)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 def read(process, timeout=150):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.commands import call_accel
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytest.importorskip("ray.job_submission", reason="Ray is in an environment of its own: make test-ray")
 
@@ -26,7 +26,8 @@ if "fail" in sys.argv and rank == 1:
 if "fail" in sys.argv:
     time.sleep(300)
 """
-STAY = """
+STAY = (
+    """
 import os, signal, sys, time
 def leave(*_):
     time.sleep(1 if sys.argv[1:-1] else 4)  # Ray itself would kill a stopped job after 3 seconds
@@ -36,8 +37,9 @@ def leave(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 print("the script runs with", os.environ["SETTING"], os.environ["NODE_KEY"], flush=True)
-time.sleep(300)
 """
+    + WAIT_FOR_SIGNAL
+)
 RESUMES = """
 import os, pathlib, sys, time, torch
 from torch import nn

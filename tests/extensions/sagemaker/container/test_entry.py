@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import limit
+from support.waits import WAIT_FOR_SIGNAL, limit
 
 TRAIN = """
 import json, os, sys
@@ -122,15 +122,17 @@ def test_only_the_host_of_the_failed_process_writes_a_reason(containers, port):
     assert f'  File "{second.root}/code/train.py", line 5, in main' in frames
 
 
-SAVES = """
+SAVES = (
+    """
 import os, signal, sys, time
 def save(*_):
     open("runs/saved", "w").write(os.environ.get("TOKEN", "none"))
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
-time.sleep(600)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ import signal
 import time
 
 import pytest
-from support.waits import limit
+from support.waits import WAIT_FOR_SIGNAL, limit
 
-SCRIPT = """
+SCRIPT = (
+    """
 import os, signal, socket, sys, time
 from pathlib import Path
 import torch, accel_runtime
@@ -36,8 +37,9 @@ def save(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print("ready", total, flush=True)
-time.sleep(600)
 """
+    + WAIT_FOR_SIGNAL
+)
 
 
 @pytest.mark.full
