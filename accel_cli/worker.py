@@ -89,7 +89,7 @@ _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 """The folder of the files that lead to the script."""
-_HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "environment" / "torch_hooks.py")
+_HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "observe" / "torch_hooks.py")
 """The functions between the script and torch's own."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
@@ -115,9 +115,9 @@ def main(arguments: list[str]) -> None:
         call_after_import("accelerate.state", _report_limits)
     if _RANK_FOLDER in os.environ:
         # Ranks without a folder need not import them.
-        from accel_runtime.environment.collective_trace import serve_trace_requests  # noqa: PLC0415
         from accel_runtime.environment.threads import wait_at_group_end  # noqa: PLC0415
-        from accel_runtime.environment.torch_hooks import watch_progress  # noqa: PLC0415
+        from accel_runtime.observe.collective_trace import serve_trace_requests  # noqa: PLC0415
+        from accel_runtime.observe.torch_hooks import watch_progress  # noqa: PLC0415
 
         watch_progress()
         wait_at_group_end()
@@ -248,7 +248,7 @@ def serve_stacks(folder: str) -> None:
     child, such as a data-loader worker, has no such thread, and writes them at `CHILD_STACK_SIGNAL` between two instructions.
     At `STACK_SIGNAL` they are written at once, also while C code holds the lock.
     """
-    from accel_runtime.environment.request_pipes import serve_requests  # noqa: PLC0415 - for scripts of ranks
+    from accel_runtime.observe.request_pipes import serve_requests  # noqa: PLC0415 - for scripts of ranks
 
     with contextlib.suppress(OSError):
         stacks = _open_at_high_descriptor(f"{folder}/{STACKS_FILE}")
@@ -515,7 +515,7 @@ def _record_exit(body: Callable[[], None], folder: Path) -> None:
 def _write_collectives(folder: Path) -> None:
     """Write torch's record of collectives, in which a time-out of another rank may be found."""
     if "torch._C._distributed_c10d" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
-        from accel_runtime.environment.collective_trace import write_trace  # noqa: PLC0415 - after failures only
+        from accel_runtime.observe.collective_trace import write_trace  # noqa: PLC0415 - after failures only
 
         write_trace(folder)
 

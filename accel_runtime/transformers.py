@@ -21,12 +21,12 @@ from typing_extensions import override
 
 from accel_runtime.accelerator.training_steps import PREEMPTION
 from accel_runtime.checkpoint.manager import RunOrigin
-from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import parse_json, print_note
 from accel_runtime.foundation.torch_internals import default_store
 from accel_runtime.monitoring.recording import rank_recorder
+from accel_runtime.observe.heartbeat import LoaderEpoch, heartbeat
 
 try:
     from transformers import TrainerCallback

@@ -79,8 +79,8 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/notebook.py",
     # As the facade of an Accelerator: whether it resumes, and its run.
     "accel_runtime/transformers.py",
-    "accel_runtime/environment/heartbeat.py",
-    "accel_runtime/environment/torch_hooks.py",
+    "accel_runtime/observe/heartbeat.py",
+    "accel_runtime/observe/torch_hooks.py",
 )
 
 LAYERS = {
@@ -90,7 +90,7 @@ LAYERS = {
         "big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config scheduler state tracking",
         "notebook probe selfcheck transformers",
         "compat", "accelerator", "checkpoint", "export", "data", "training", "parallel", "monitoring", "backends", "storage",
-        "collectives", "foundation", "environment",
+        "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (
         "extensions", "__main__", "main", "commands", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
@@ -145,7 +145,12 @@ def test_the_source_trees_are_not_empty():
 def test_the_command_line_imports_the_contract_of_the_runtime_and_checkpoints_without_torch():
     """`test_checkpoint_commands_do_not_import_torch` tests that these modules do not import it."""
     imported = find_imports(CLI, {"accel_runtime"})
-    allowed = ("accel_runtime.environment.", "accel_runtime.storage.", "accel_runtime.extensions.")
+    allowed = (
+        "accel_runtime.environment.",
+        "accel_runtime.observe.",
+        "accel_runtime.storage.",
+        "accel_runtime.extensions.",
+    )
     assert not [(path, module) for path, module in imported if not f"{module}.".startswith(allowed)]
 
 

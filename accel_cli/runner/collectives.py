@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file
-from accel_runtime.environment.request_pipes import send_request
 from accel_runtime.environment.text import parse_json
+from accel_runtime.observe.request_pipes import send_request
 
 __all__ = [
     "Collective",

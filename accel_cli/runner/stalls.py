@@ -24,8 +24,8 @@ from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file, read_pid, read_size, read_text
 from accel_cli.runs.usage import read_cpu_time
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.request_pipes import send_request
 from accel_runtime.environment.text import decode_text
+from accel_runtime.observe.request_pipes import send_request
 
 __all__ = [
     "FRAME",

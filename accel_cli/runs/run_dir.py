@@ -25,8 +25,8 @@ from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import EXIT_FILE, STACK_REQUEST_FILE, STACKS_FILE, THREAD_FILE
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.collective_trace import TRACE_FILE, TRACE_REQUEST_FILE
 from accel_runtime.environment.text import encode_text
+from accel_runtime.observe.collective_trace import TRACE_FILE, TRACE_REQUEST_FILE
 from accel_runtime.storage.file_system import is_process_running
 
 __all__ = [

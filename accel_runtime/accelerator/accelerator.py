@@ -38,8 +38,6 @@ from accel_runtime.checkpoint.manager import Checkpoints, RunOrigin
 from accel_runtime.collectives.calls import collective
 from accel_runtime.data import metrics
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
-from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.heartbeat import Heartbeat, enable_progress, heartbeat
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.export import objects
@@ -60,6 +58,8 @@ from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.rates import RateMeter
 from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
+from accel_runtime.observe.call_sites import call_site
+from accel_runtime.observe.heartbeat import Heartbeat, enable_progress, heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.training.accumulation import MicroBatch

@@ -26,7 +26,6 @@ from accel_runtime.environment.settings import (
     flatten_settings,
     variable_name,
 )
-from accel_runtime.environment.throughput import build_token_counter
 from accel_runtime.foundation.options import (
     AutocastKwargs,
     Configuration,
@@ -43,6 +42,7 @@ from accel_runtime.foundation.options import (
 )
 from accel_runtime.foundation.precision import FORMATS
 from accel_runtime.monitoring.profiling import ProfileKwargs
+from accel_runtime.observe.throughput import build_token_counter
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 

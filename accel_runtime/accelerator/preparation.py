@@ -24,12 +24,12 @@ from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
-from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import flatten_settings
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs
 from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.observe.call_sites import call_site
+from accel_runtime.observe.heartbeat import heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch, list_meta_tensors, refuse_meta_model
 from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 from accel_runtime.storage.errors import format_names

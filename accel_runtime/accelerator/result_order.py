@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from types import FrameType
 
-from accel_runtime.environment.call_sites import call_site_of_frame, find_user_frame
+from accel_runtime.observe.call_sites import call_site_of_frame, find_user_frame
 
 __all__ = ["check_result_order"]
 

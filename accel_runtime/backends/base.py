@@ -24,10 +24,10 @@ from accel_runtime.collectives.handshake import (
     call_at_site,
 )
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.observe.call_sites import call_site
+from accel_runtime.observe.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor

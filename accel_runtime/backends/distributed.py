@@ -36,7 +36,6 @@ from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.stalls import RankMonitor, rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
-from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.threads import PAUSE_S, wait_for_collectives, wait_for_threads
@@ -49,6 +48,7 @@ from accel_runtime.foundation.torch_internals import (
     Store,
     default_store,
 )
+from accel_runtime.observe.heartbeat import heartbeat
 
 __all__ = [
     "REDUCE_OPS",

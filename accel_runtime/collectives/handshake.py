@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from accel_runtime.collectives.calls import add_arguments
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport
-from accel_runtime.environment.call_sites import CallSite, call_site
-from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.foundation.nested import TensorSpec, describe_structure, find_special_kind
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
+from accel_runtime.observe.call_sites import CallSite, call_site
+from accel_runtime.observe.heartbeat import heartbeat
 
 __all__ = [
     "PAYLOAD",

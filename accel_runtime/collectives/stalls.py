@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from accel_runtime.collectives.handshake import RankLostError, StallError
 from accel_runtime.collectives.rank_status import NO_ANSWER, RankStatus, StatusService
-from accel_runtime.environment.call_sites import CallSite, call_site, user_call_sites
-from accel_runtime.environment.heartbeat import ProgressCounts, heartbeat
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore, TCPStore
+from accel_runtime.observe.call_sites import CallSite, call_site, user_call_sites
+from accel_runtime.observe.heartbeat import ProgressCounts, heartbeat
 
 __all__ = [
     "MissingRanks",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from accel_runtime.data.active_loops import ActiveLoops, LoopRecord
-from accel_runtime.environment.call_sites import CallSite, call_site
+from accel_runtime.observe.call_sites import CallSite, call_site
 from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["EpochEnds"]

@@ -39,13 +39,13 @@ from accel_runtime.data.state import (
     PreshardedState,
     SourceState,
 )
-from accel_runtime.environment.call_sites import call_site
-from accel_runtime.environment.heartbeat import LoaderEpoch, heartbeat
-from accel_runtime.environment.throughput import TokenCounter
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
+from accel_runtime.observe.call_sites import call_site
+from accel_runtime.observe.heartbeat import LoaderEpoch, heartbeat
+from accel_runtime.observe.throughput import TokenCounter
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 
 __all__ = ["LoaderOptions", "PreparedLoader", "check_model_parallel_ranks", "skip_first_batches"]

@@ -14,7 +14,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from accel_runtime.environment.heartbeat import Heartbeat, heartbeat
 from accel_runtime.environment.settings import CHECKPOINTS, CONFIGURATION, DESCRIPTION, METRICS
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.monitoring.tracking.base import (
@@ -23,6 +22,7 @@ from accel_runtime.monitoring.tracking.base import (
     to_number,
     with_text_names,
 )
+from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
 
 __all__ = ["BoundedLog", "RankRecorder", "rank_recorder"]
 

@@ -25,7 +25,6 @@ from accel_runtime.foundation.module_names import (
     uncompiled_module,
 )
 from accel_runtime.foundation.options import DDPCommunicationHookType
-from accel_runtime.foundation.pickled_models import warn_of_saved_model
 from accel_runtime.foundation.torch_internals import (
     capture_buckets,
     is_graph_pending,
@@ -34,6 +33,7 @@ from accel_runtime.foundation.torch_internals import (
     without_compilation,
 )
 from accel_runtime.parallel.averaging import refuse_max_norm
+from accel_runtime.parallel.pickled_models import warn_of_saved_model
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
 from accel_runtime.storage.errors import format_names
 

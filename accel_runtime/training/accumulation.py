@@ -19,11 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.call_sites import call_site
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.options import GradientAccumulationPlugin
 from accel_runtime.foundation.torch_internals import TORCH, version_of
+from accel_runtime.observe.call_sites import call_site
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import format_names
 from accel_runtime.storage.schema import Count

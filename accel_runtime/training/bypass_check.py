@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accel_runtime.environment.call_sites import call_site
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import TORCH
+from accel_runtime.observe.call_sites import call_site
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision

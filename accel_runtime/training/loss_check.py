@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from accel_runtime.environment.heartbeat import heartbeat
+from accel_runtime.observe.heartbeat import heartbeat
 
 __all__ = ["LossCheck"]
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.pickled_models import warn_of_saved_model
 from accel_runtime.foundation.precision import FORMATS, PrecisionFormat
+from accel_runtime.parallel.pickled_models import warn_of_saved_model
 from accel_runtime.training.loss_scaler import LossScaler
 
 __all__ = [

@@ -10,9 +10,9 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from typing_extensions import override
 
-from accel_runtime.environment.call_sites import call_site
 from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.monitoring.logging import MultiProcessAdapter
+from accel_runtime.observe.call_sites import call_site
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 

@@ -30,8 +30,8 @@ from accel_runtime import (
     notebook_launcher,
 )
 from accel_runtime import notebook as launchers
-from accel_runtime.environment.heartbeat import heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER
+from accel_runtime.observe.heartbeat import heartbeat
 
 
 def train_and_write(folder, *words):

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 
 from accel_cli.runs.run_dir import RankFolder
-from accel_runtime.environment import torch_hooks
-from accel_runtime.environment.heartbeat import _create_progress
 from accel_runtime.environment.settings import RANK_FOLDER
+from accel_runtime.observe import torch_hooks
+from accel_runtime.observe.heartbeat import _create_progress
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.distributed import StoreBackend
 from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import ObjectGroup
-from accel_runtime.environment.heartbeat import disable_heartbeat
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Topology
@@ -30,6 +29,7 @@ from accel_runtime.extensions.xla.library import torch_xla, xm, xr, xs
 from accel_runtime.extensions.xla.runtime import LazyRuntime, SPMDRuntime, execute_graph, seed_generator
 from accel_runtime.extensions.xla.spmd import DeviceSharding, SPMDFunctions, start_spmd
 from accel_runtime.foundation.options import DistributedType
+from accel_runtime.observe.heartbeat import disable_heartbeat
 
 __all__ = [
     "XLABackend",

@@ -18,13 +18,13 @@ from typing_extensions import override
 from accel_runtime.backends.distributed import REDUCE_OPS
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.transport import Transport, connect_transport
-from accel_runtime.environment.call_sites import CallSite, call_site
 from accel_runtime.environment.settings import ROUNDING, MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.nested import is_strided_tensor
 from accel_runtime.foundation.options import DDPCommunicationHookType
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore, TCPStore
+from accel_runtime.observe.call_sites import CallSite, call_site
 
 __all__ = [
     "CompileCounts",

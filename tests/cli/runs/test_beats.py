@@ -13,9 +13,9 @@ from support.waits import limit
 
 from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.run_dir import RankFolder
-from accel_runtime.environment import heartbeat
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.heartbeat import Heartbeat, LoaderEpoch
+from accel_runtime.observe import heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat, LoaderEpoch
 
 TICK_NS = 1000
 OPTIMIZER = type("Optimizer", (), {})()

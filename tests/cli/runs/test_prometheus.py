@@ -16,7 +16,7 @@ from support.processes import free_port
 from accel_cli.errors import UsageError
 from accel_cli.runs.prometheus import RunCollector, serve_metrics
 from accel_cli.runs.run_dir import RunFolder
-from accel_runtime.environment.heartbeat import Heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "accel.json"
 

@@ -11,7 +11,7 @@ from support.commands import call_accel
 from accel_cli.runs.beats import Totals
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_runtime.environment.heartbeat import Heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat
 
 OPTIMIZER = type("Optimizer", (), {})()
 """An optimizer whose steps are counted."""

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
 from accel_runtime.collectives.rank_status import StatusService
-from accel_runtime.environment.heartbeat import Progress, ProgressCounts
+from accel_runtime.observe.heartbeat import Progress, ProgressCounts
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
-from accel_runtime.environment.heartbeat import reset_heartbeat
 from accel_runtime.monitoring.rates import RateMeter
+from accel_runtime.observe.heartbeat import reset_heartbeat
 
 ROWS = [{"ids": torch.zeros(5, dtype=torch.long), "x": torch.ones(2)} for _ in range(8)]
 

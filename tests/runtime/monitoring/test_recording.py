@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.environment.heartbeat import Heartbeat, _create_progress
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.monitoring import recording
 from accel_runtime.monitoring.recording import BoundedLog
+from accel_runtime.observe.heartbeat import Heartbeat, _create_progress
 
 
 @pytest.fixture

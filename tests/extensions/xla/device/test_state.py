@@ -163,8 +163,8 @@ def test_the_first_replica_of_a_process_writes_its_heartbeat(replicas, tmp_path)
     def beating(folder):
         import os
 
-        from accel_runtime.environment.heartbeat import _create_progress, heartbeat
         from accel_runtime.environment.settings import RANK_FOLDER
+        from accel_runtime.observe.heartbeat import _create_progress, heartbeat
 
         state = PartialState()
         if state.is_main_process:

@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 from typing_extensions import override
 
-from accel_runtime.environment.call_sites import CallSite, call_site
 from accel_runtime.environment.settings import (
     BEAT,
     BEAT_ENTRY,
@@ -33,6 +32,7 @@ from accel_runtime.environment.settings import (
     RANK_FOLDER,
 )
 from accel_runtime.environment.text import encode_text
+from accel_runtime.observe.call_sites import CallSite, call_site
 
 __all__ = [
     "Heartbeat",

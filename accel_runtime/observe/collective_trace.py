@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from accel_runtime.environment.import_hooks import call_after_torch_import
-from accel_runtime.environment.request_pipes import serve_requests
+from accel_runtime.observe.request_pipes import serve_requests
 
 __all__ = ["TRACE_FILE", "TRACE_REQUEST_FILE", "serve_trace_requests", "write_trace"]
 

@@ -8,8 +8,8 @@ from support.rank_hooks import watch
 
 from accel_cli.runs.beats import Beat
 from accel_runtime import Accelerator
-from accel_runtime.environment.flops import PEAK_FLOPS, find_peak_flops
 from accel_runtime.environment.settings import SettingsError
+from accel_runtime.observe.flops import PEAK_FLOPS, find_peak_flops
 
 FLOPS = 32 * 64 * 128 * 2 * 2 + 32 * 128 * 2 * 3
 """Of a step of the model below: products with the inputs, for the weights, and for the activations between both layers."""

@@ -16,7 +16,7 @@ from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.worker import strip_frames
 from accel_runtime import Accelerator
-from accel_runtime.environment import torch_hooks
+from accel_runtime.observe import torch_hooks
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import logging
 import sys
 from functools import cache
 
-from accel_runtime.environment.call_sites import call_site
 from accel_runtime.foundation.torch_internals import TORCH
+from accel_runtime.observe.call_sites import call_site
 
 __all__ = ["warn_of_saved_model"]
 

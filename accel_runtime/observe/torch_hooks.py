@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
-from accel_runtime.environment.throughput import TOKENS_KEY, count_elements, count_samples
+from accel_runtime.observe.throughput import TOKENS_KEY, count_elements, count_samples
 
 if TYPE_CHECKING:
-    from accel_runtime.environment.flops import StepFlops
-    from accel_runtime.environment.heartbeat import Heartbeat, LoaderEpoch
+    from accel_runtime.observe.flops import StepFlops
+    from accel_runtime.observe.heartbeat import Heartbeat, LoaderEpoch
 
 __all__ = ["watch_progress"]
 
@@ -49,7 +49,7 @@ class _Reporter:
         if threading.get_ident() != self._thread or os.getpid() != self._pid:
             return None
         if not self._is_known:
-            from accel_runtime.environment.heartbeat import Heartbeat, heartbeat  # noqa: PLC0415 - at first use: 0.1 s
+            from accel_runtime.observe.heartbeat import Heartbeat, heartbeat  # noqa: PLC0415 - at first use: 0.1 s
 
             progress, self._is_known = heartbeat(), True
             self._heartbeat = progress if isinstance(progress, Heartbeat) else None
@@ -85,14 +85,14 @@ class _StepHook:
 
     def _begin(self) -> None:
         """Create the heartbeat at the first step: the imports take 0.1 s."""
-        from accel_runtime.environment.heartbeat import heartbeat  # noqa: PLC0415
         from accel_runtime.environment.layouts import read_switch  # noqa: PLC0415
         from accel_runtime.environment.settings import variable_name  # noqa: PLC0415
+        from accel_runtime.observe.heartbeat import heartbeat  # noqa: PLC0415
 
         self._progress = heartbeat()
         variable = variable_name("measure_flops")
         if read_switch(variable, os.environ.get(variable, "")):
-            from accel_runtime.environment.flops import StepFlops  # noqa: PLC0415
+            from accel_runtime.observe.flops import StepFlops  # noqa: PLC0415
 
             self._flops = StepFlops(self._torch)
 
@@ -193,7 +193,7 @@ class _EpochCounts:
         return epoch
 
     def _begin_epoch(self, iterator: Any) -> LoaderEpoch:
-        from accel_runtime.environment.heartbeat import LoaderEpoch  # noqa: PLC0415 - as above
+        from accel_runtime.observe.heartbeat import LoaderEpoch  # noqa: PLC0415 - as above
 
         dataset = iterator._dataset  # noqa: SLF001
         try:

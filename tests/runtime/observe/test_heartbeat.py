@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
-from accel_runtime.environment import heartbeat as heartbeat_module
-from accel_runtime.environment.heartbeat import Heartbeat, _create_progress, heartbeat
 from accel_runtime.environment.settings import RANK_FOLDER
+from accel_runtime.observe import heartbeat as heartbeat_module
+from accel_runtime.observe.heartbeat import Heartbeat, _create_progress, heartbeat
 from accel_runtime.utils import GradientAccumulationPlugin
 
 
