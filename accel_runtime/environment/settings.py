@@ -125,39 +125,48 @@ BEAT_NUMBERS = (
     "epoch_first",
     "epoch_base",
     "epoch_ns",
-    "stride",
     "ended_ns",
     "failed",
+    "flops",
+    "peak_flops",
+    "part",
+    "entries",
+    "thinnings",
+    "sampled_steps",
+    "sampled_ns",
     "own_ns",
     "data_ns",
     "forward_ns",
     "backward_ns",
+    "update_ns",
     "wait_ns",
     "samples",
     "tokens",
-    "flops",
-    "peak_flops",
-    "part",
 )
 """Names of the whole numbers of 8 bytes; times are those of the monotonic clock, except `started_epoch_ns`.
 
-`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `own_ns` is own time: that outside of collectives,
-of the waits at the end of backward passes that average gradients, and of the rest of a step after them. `data_ns` is the time of
-waits for batches, `wait_ns` that in collectives and at the end of backward passes, `forward_ns` that from a batch to its backward pass,
-all since the first step. `samples` and `tokens` are those of all ranks that were trained on; `flops` are the
-floating-point operations of one step of this rank, and `peak_flops` those that its device can execute per second; 0 if they are unknown.
-`part` is the index of the number of the current part of a step, such as that of `data_ns`; -1 for the rest of a step, 0 before the first one.
-`epoch` and the four after it describe the
-loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has returned or
-skipped `batches - epoch_base` since. `stride` is the number of steps between two entries of the history, and 0 while the
-history is being thinned.
+`inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `epoch` and the four after it
+describe the loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has
+returned or skipped `batches - epoch_base` since. `flops` are the floating-point operations of one step of this rank, and
+`peak_flops` those that its device can execute per second; 0 if they are unknown. `part` is the index of the number of the
+part of a step in which a rank without progress is, such as that of `data_ns`; -1 for a rank in progress, or if it is unknown.
+
+The history has `entries` entries. `thinnings` is incremented when every second one begins to be removed, and when that has
+ended: it is odd meanwhile.
+
+The numbers from `sampled_steps` on are totals at the end of the last step that was measured, of which there are at most ten a
+second: the number of steps then, its time, and times since the first step, in which steps between measured ones count as those do.
+`own_ns` is the time in which the rank does not wait for others, `data_ns` that of waits for batches, `forward_ns` that from a
+batch to its backward pass, `backward_ns` that of backward passes, `update_ns` that from a backward pass to the end of the optimizer
+step, and `wait_ns` that in collectives and at the end of backward passes that average gradients. The rest of `own_ns` is the time
+from the end of a step to the next batch. `samples` and `tokens` are exact, those of all ranks that were trained on.
 """
 BEAT_RECENT = 64
 """Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
 BEAT_HISTORY = 1024
-"""Number of entries of the history: the numbers below after step `stride`, `2 * stride`, ..."""
-BEAT_ENTRY = ("time_ns", "own_ns", "data_ns", "forward_ns", "backward_ns", "wait_ns", "samples", "tokens")
-"""Names of the numbers of an entry: the time of the step, and numbers that follow each other above."""
+"""Number of entries of the history: the totals at the end of step 1, where times are 0, and of measured steps."""
+BEAT_ENTRY = BEAT_NUMBERS[BEAT_NUMBERS.index("sampled_steps") :]
+"""Names of the numbers of an entry."""
 BEAT_TEXT_RANGE = slice(8 * len(BEAT_NUMBERS), 8 * len(BEAT_NUMBERS) + 512)
 """Range of the newest collective and its line, in UTF-8."""
 BEAT_RECENT_RANGE = slice(BEAT_TEXT_RANGE.stop, BEAT_TEXT_RANGE.stop + 8 * BEAT_RECENT)
