@@ -39,7 +39,6 @@ from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Sett
 from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.keywords import check_keywords_of
 from accel_runtime.foundation.torch_internals import TCPStore
-from accel_runtime.observe.heartbeat import reset_heartbeat
 
 __all__ = ["LaunchError", "debug_launcher", "notebook_launcher"]
 
@@ -358,7 +357,6 @@ def _work(  # noqa: PLR0913, PLR0917 - called by torch with the rank and positio
     if local_rank:
         # A launcher of the parent watches one process: the first.
         os.environ.pop(RANK_FOLDER, None)
-    reset_heartbeat()
     torch.set_num_threads(1)
     set_current_backend(None)
     # Not stderr, where the stacks of several ranks would mix. Under a high number, which stays unused if the script closes

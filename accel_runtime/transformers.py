@@ -114,12 +114,16 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._preemption.begin()
-        if self._progress is not None:
-            self._progress.claim_batches()
 
     @override
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._preemption.end()
+
+    @override
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._progress is not None and self._epoch is not None:
+            self._progress.end_epoch(self._epoch, is_finished=True)
+            self._epoch = None
 
     @override
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -128,7 +132,10 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
         except (KeyError, TypeError):  # a stream without a length
             length = 0
         epoch = state.epoch or 0.0
-        self._epoch = LoaderEpoch(int(epoch), round(epoch % 1 * length), length)
+        if self._progress is not None:
+            self._epoch = self._progress.begin_epoch(
+                LoaderEpoch(int(epoch), round(epoch % 1 * length), length)
+            )
 
     @override
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -141,11 +148,6 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
             self.preempted = True
             control.should_save = control.should_training_stop = True
         self._saving_since = time.monotonic()
-
-    @override
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._progress is not None:
-            self._progress.record_activity()  # an evaluation is no stall
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,8 +172,8 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
             self._recorder.record_checkpoint("save", str(path), time.monotonic() - self._saving_since)
 
     def _count_batch(self) -> None:
-        if self._progress is not None:
-            self._progress.batch(self._epoch)
+        if self._epoch is not None:
+            self._epoch.returned += 1
 
     def _record(self, values: Any, step: int) -> None:
         if self._recorder is not None and isinstance(values, Mapping):

@@ -138,14 +138,13 @@ class TrainingSteps:
     ) -> None:
         """Run the backward pass of a loss."""
         run = self._run
-        is_distributed, progress, averages, loss_scale = self._is_distributed, self._progress, False, 1.0
+        is_distributed, loss_scale = self._is_distributed, 1.0
+        if self._progress is not None:
+            self._progress.backwards += 1
         if is_distributed:
             if (step := run.loops.model_step) is not None:
                 loss_scale = step.loss_scale
             run.checks.averaging.begin_backward()
-            if progress is not None:
-                averages = run.accumulation.averages_gradients
-                progress.begin_backward(averages)
         try:
             if (
                 weight is None
@@ -158,15 +157,11 @@ class TrainingSteps:
             else:
                 run.gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
-            if is_distributed and progress is not None:
-                progress.end_backward()  # a script may go on with a smaller batch
             if (explained := run.strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
         self._losses.record(loss, weight)
         if is_distributed:
-            if progress is not None:
-                progress.end_backward()
             run.checks.averaging.end_backward()
             run.checks.replicas.count_backward()
 

@@ -140,32 +140,29 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
         record_batch = self._loops.record_batch if self._loops.has_padding else None
-        beat = heartbeat()
-        counts = LoaderEpoch(running.epoch, state.num_batches, self._epoch_length) if beat else None
+        progress, counts = heartbeat(), None
+        if progress is not None:
+            counts = progress.begin_epoch(LoaderEpoch(running.epoch, state.num_batches, self._epoch_length))
         finished = False
-        if beat is not None:
-            beat.request_batch()
         try:
             for batch in self._iterate_batches(running, state.source, num_replayed):
                 if put_on_device and not is_on_device(batch):
                     batch = nested.send_to(batch, device, non_blocking=non_blocking)  # noqa: PLW2901
                 if record_batch:
                     record_batch(record, batch)
-                if beat is not None and counts is not None:
-                    beat.batch(counts)
-                    beat.add_samples(counts, *self._count_samples(running.step_info, batch))
+                if counts is not None:
+                    counts.returned += 1
+                    self._count_samples(counts, running.step_info, batch)
                 running.count_batch()
                 if record.outer:
                     record.leave_advanced()
                 yield batch
-                if beat is not None:
-                    beat.request_batch()
             finished = True
             self._warn_if_empty(continued, running)
         finally:
+            if progress is not None and counts is not None:
+                progress.end_epoch(counts, is_finished=finished)
             if finished:
-                if beat is not None and counts is not None:
-                    beat.end_epoch(counts)
                 self._progress.mark_finished(record)
             else:
                 nesting = record.find_nesting(capture_stack())
@@ -184,13 +181,12 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
                 type(self.dataset).__name__,
             )
 
-    def _count_samples(self, step: StepInfo | None, batch: Any) -> tuple[int, int]:
-        """Return the samples and tokens in the batches of all ranks, without padding samples."""
-        samples = 0 if step is None else sum(step.num_valid)
-        count_tokens = self._options.count_tokens
-        return samples, 0 if count_tokens is None else self._backend.data_rank.world_size * count_tokens(
-            batch
-        )
+    def _count_samples(self, counts: LoaderEpoch, step: StepInfo | None, batch: Any) -> None:
+        """Count the samples and tokens in the batches of all ranks, without padding samples."""
+        if step is not None:
+            counts.samples += sum(step.num_valid)
+        if (count_tokens := self._options.count_tokens) is not None:
+            counts.tokens += self._backend.data_rank.world_size * count_tokens(batch)
 
     def _begin_epoch(self, continued: IterationState | None) -> tuple[IterationState, int]:
         """Return the state that an iteration begins in, and the number of batches to replay from before a save."""

@@ -68,23 +68,19 @@ class StepFlops:
         self._counter: Any = None
         self._results: Counter[tuple[Any, Any]] = Counter()
         """Elements of the results of the counted kernels, by number format and device."""
-        self._began = 0
-        self._is_done = False
 
-    def check_step(self, progress: Any) -> None:
-        """Begin to count, or end and record the result, after a step of the progress of this process."""
-        if self._is_done:
-            return
+    def check_step(self, progress: Any) -> bool:
+        """Begin to count, or end and record the result, after a step of the progress of this process; return True after the end."""
         if self._counter is None:
             if progress.steps >= MEASURED_STEP:
-                self._begin(progress.steps)
-        elif progress.steps > self._began:
-            self._end(progress)
+                self._begin()
+            return False
+        self._end(progress)
+        return True
 
-    def _begin(self, steps: int) -> None:
+    def _begin(self) -> None:
         from torch.utils.flop_counter import FlopCounterMode, flop_registry  # noqa: PLC0415 - only if it is asked for
 
-        self._began = steps
         formulas = {kernel: _FormulaOfResults(each, self._results) for kernel, each in flop_registry.items()}
         self._counter = FlopCounterMode(display=False, custom_mapping=formulas)
         # Its hooks on all modules are for a table by module, and make torch.compile warn.
@@ -93,7 +89,6 @@ class StepFlops:
 
     def _end(self, progress: Any) -> None:
         self._counter.__exit__(None, None, None)
-        self._is_done = True
         (dtype, device), _ = max(self._results.items(), key=lambda item: item[1], default=((None, None), 0))
         peak = 0
         if device is not None and device.type != "cpu":

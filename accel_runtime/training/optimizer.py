@@ -16,7 +16,7 @@ from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
-from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.heartbeat import Progress, heartbeat
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.loss_scaler import LossScaler
@@ -68,8 +68,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         self._has_warned_of_clearing = False
         self._calls = 0
         self._used_backward = 0
-        self._beat = heartbeat()
-        self._is_claimed = False
+        self._progress = _find_progress()
         if scaler is not None:
             scaler.add_optimizer(optimizer)
 
@@ -140,11 +139,8 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         self._used_backward = accumulation.num_backward
         self._last_step = accumulation.num_cycles
         self.steps += 1
-        if self._beat is not None:
-            if not self._is_claimed:  # not before: a script may step the optimizer itself
-                self._is_claimed = True
-                self._beat.claim_optimizer(self.optimizer)
-            self._beat.count_step(self.optimizer)
+        if self._progress is not None:
+            self._progress.count_step(self.optimizer)
         if self._strategy is not None:
             self._strategy.finish_gradients()
 
@@ -336,13 +332,19 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
     @override
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets its own `step` on the instance, which cannot be pickled; the others belong to this process.
-        transient = {"step", "_beat", "_strategy", "_stepped", "_check", "_gather"}
+        transient = {"step", "_progress", "_strategy", "_stepped", "_check", "_gather"}
         return {name: value for name, value in vars(self).items() if name not in transient}
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         connections = dict.fromkeys(("_strategy", "_stepped", "_check", "_gather"))
-        self.__dict__.update(state, _beat=heartbeat(), **connections)
+        self.__dict__.update(state, _progress=_find_progress(), **connections)
+
+
+def _find_progress() -> Progress | None:
+    """Return the progress of this process if prepared optimizers count its steps."""
+    progress = heartbeat()
+    return None if progress is None or progress.counts_any_step else progress
 
 
 AcceleratedOptimizer = PreparedOptimizer
