@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,31 +22,45 @@ __all__ = ["Beat", "Totals", "simplify_operation"]
 
 _NUMBERS = struct.Struct(f"={len(env.BEAT_NUMBERS)}q")
 _WIDTH = len(env.BEAT_ENTRY)
+_ENTRIES, _THINNINGS = (
+    slice(8 * index, 8 * index + 8) for index in map(env.BEAT_NUMBERS.index, ("entries", "thinnings"))
+)
+"""The bytes of two numbers."""
 _ATTEMPTS, _PAUSE_S = 5, 0.001
 """Reads of a file whose history is being thinned, and the pause between them."""
 
 
 class Totals(NamedTuple):
-    """Totals of a rank since its first step; times in seconds."""
+    """Totals of a rank at the end of a step whose parts were measured, since its first step; times in seconds."""
 
+    steps: float
+    """The number of steps."""
     time: float
-    """The time of the step after which they were read, on the monotonic clock."""
+    """The time of the step, on the monotonic clock."""
     own: float
-    """Time in which the rank did not wait for others: up to the end of its own part of a backward pass."""
+    """Time in which the rank did not wait for others."""
     data: float
     """Time in which it waited for batches."""
     forward: float
     """Time from a batch to its backward pass."""
     backward: float
     """Time of backward passes, until the gradients of this rank were complete if they are averaged."""
+    update: float
+    """Time from a backward pass to the end of the optimizer step, such as that of clipping."""
     wait: float
     """Time in collectives, and in which averaging backward passes waited for other ranks."""
     samples: float
     """Samples of all ranks that were trained on, those of the first step included."""
     tokens: float
 
-    def average_since(self, other: Totals, steps: int) -> Totals:
-        """Return the differences to earlier totals per step."""
+    @property
+    def rest(self) -> float:
+        """Own time that is in no part: from the end of a step to the next batch."""
+        return max(0.0, self.own - self.data - self.forward - self.backward - self.update)
+
+    def average_since(self, other: Totals) -> Totals:
+        """Return the differences to earlier totals per step; there is a step in between."""
+        steps = self.steps - other.steps
         return Totals(*(max(0, now - before) / steps for now, before in zip(self, other, strict=True)))
 
 
@@ -73,7 +88,7 @@ class Beat:
     step_time: float
     """The time of the last optimizer step; 0 before the first."""
     totals: Totals
-    """The totals at the last step, or later."""
+    """The totals at the end of the last step whose parts were measured."""
     flops: int
     """The floating-point operations of a step of this rank; 0 if they were not measured."""
     peak_flops: int
@@ -94,12 +109,10 @@ class Beat:
     """True if it exited by an exception."""
     recent: tuple[float, ...]
     """The times of the last steps, at most 64, the oldest first."""
-    stride: int
-    """The number of steps between two entries of the history."""
     history: Sequence[Totals]
-    """The totals after step `stride`, `2 * stride`, ..."""
+    """The totals at the end of step 1, and of other measured steps."""
     part: str = ""
-    """The current part of a step, such as `data_ns`; empty for the rest of a step."""
+    """The part of a step in which a rank without progress is, such as `data_ns`; empty in progress, or if it is unknown."""
 
     @classmethod
     def read(cls, file: Path) -> Beat | None:
@@ -115,11 +128,11 @@ class Beat:
 
     @classmethod
     def _parse(cls, data: bytes, numbers: Mapping[str, int]) -> Beat:
-        steps, stride = numbers["steps"], numbers["stride"]
+        steps = numbers["steps"]
         entries = memoryview(data)[env.BEAT_HISTORY_RANGE].cast("q")
         recent = _parse_recent(memoryview(data)[env.BEAT_RECENT_RANGE].cast("q"), steps)
         step_time = recent[-1] if recent else 0.0
-        count = min(steps // stride, env.BEAT_HISTORY) if stride else 0
+        count = max(0, min(numbers["entries"], env.BEAT_HISTORY))
         return cls(
             pid=numbers["pid"],
             steps=steps,
@@ -131,7 +144,7 @@ class Beat:
             started=numbers["started_ns"] / 1e9,
             started_epoch=numbers["started_epoch_ns"] / 1e9,
             step_time=step_time,
-            totals=_parse_totals([round(1e9 * step_time), *(numbers[name] for name in env.BEAT_ENTRY[1:])]),
+            totals=_parse_totals([numbers[name] for name in env.BEAT_ENTRY]),
             flops=numbers["flops"],
             peak_flops=numbers["peak_flops"],
             part=_find_part(numbers["part"]),
@@ -143,13 +156,12 @@ class Beat:
             ended=numbers["ended_ns"] / 1e9 if numbers["ended_ns"] else None,
             has_failed=bool(numbers["failed"]),
             recent=recent,
-            stride=stride,
             history=_History(entries[: _WIDTH * count]),
         )
 
     @property
     def signs_of_life(self) -> tuple[object, ...]:
-        """All that changes when the rank does anything that its heartbeat records, such as a backward pass."""
+        """All that changes when the rank does anything that its heartbeat records."""
         return (self.steps, self.batches, self.collectives, self.is_inside, self.time, self.part, self.totals)
 
     @property
@@ -192,6 +204,7 @@ _PARTS: Mapping[str, str] = {
     "data_ns": "loading data",
     "forward_ns": "forward pass",
     "backward_ns": "backward pass",
+    "update_ns": "after a backward pass",
     "wait_ns": "waiting",
 }
 _SUBJECT = re.compile(r"\w+ of (.+?)(?: from rank \d+)?$")
@@ -213,9 +226,10 @@ def _find_part(index: int) -> str:
 
 
 def _parse_totals(numbers: Sequence[int]) -> Totals:
-    *times, samples, tokens = numbers
-    time, own, data, forward, backward, wait = (value / 1e9 for value in times)
-    return Totals(time, own, data, forward, backward, wait, samples, tokens)
+    return Totals._make(
+        value / 1e9 if name.endswith("_ns") else value
+        for name, value in zip(env.BEAT_ENTRY, numbers, strict=True)
+    )
 
 
 class _History(Sequence[Totals]):
@@ -243,8 +257,7 @@ class _History(Sequence[Totals]):
 
 
 def _read_unchanged(file: Path) -> bytes:
-    """Read the file again while its history is thinned; the last read may have the stride 0, then without a history."""
-    stride = env.BEAT_NUMBERS.index("stride")
+    """Read the file again while its history is thinned; the result has no entries if that does not end, as in a killed process."""
     for attempt in range(_ATTEMPTS):
         with open_file(file) as opened:
             # A longer file is no heartbeat.
@@ -253,13 +266,12 @@ def _read_unchanged(file: Path) -> bytes:
             after = opened.read(_NUMBERS.size)
         if len(data) != env.BEAT_SIZE:
             return data
-        strides = [_NUMBERS.unpack_from(numbers)[stride] for numbers in (data, after)]
-        if strides[0] == strides[1] != 0:
+        before, after = data[_THINNINGS], after[_THINNINGS]
+        if before == after and int.from_bytes(before, sys.byteorder) % 2 == 0:
             return data
         if attempt + 1 < _ATTEMPTS:
             time.sleep(_PAUSE_S)
-    offset = 8 * stride
-    return data[:offset] + bytes(8) + data[offset + 8 :]
+    return data[: _ENTRIES.start] + bytes(8) + data[_ENTRIES.stop :]
 
 
 def _parse_recent(ring: memoryview, steps: int) -> tuple[float, ...]:

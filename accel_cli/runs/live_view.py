@@ -135,7 +135,8 @@ _MEANINGS: Mapping[str, str] = MappingProxyType({
     "name the number of epochs or steps",
     "steps/s, mean": "steps per second over the last 64 steps, and over the whole attempt",
     "own time": "time of a step in which the rank does not wait for others",
-    "data, forward, backward, wait": "parts of a step: waiting for data, forward pass, backward pass, waiting for other ranks",
+    "data, forward, backward, update, wait": "parts of a step: waiting for data, forward pass, backward pass, from there to the "
+    "end of the optimizer step, waiting for other ranks",
     "last": "time since the last step",
     "memory": "resident memory of the process of the rank",
     "GPU mem, GPU": "GPU memory of the process, and utilization of its GPU",
@@ -354,8 +355,8 @@ def _choose_columns(rows: Sequence[_Row], width: int) -> list[_Column]:
 
 
 _ORDER = (
-    "rank", "steps", "epoch", "batches", "eta", "rate", "mean", "own", "data", "forward", "backward", "wait", "age", "collectives",
-    "memory", "gpu_memory", "gpu",
+    "rank", "steps", "epoch", "batches", "eta", "rate", "mean", "own", "data", "forward", "backward", "update", "wait", "age",
+    "collectives", "memory", "gpu_memory", "gpu",
 )  # fmt: skip
 """The columns from left to right; the location is the last one."""
 
@@ -379,7 +380,7 @@ def _list_columns(rows: Sequence[_Row]) -> dict[str, _Column]:
             "GPU", lambda row: "-" if row.rank.gpu_percent is None else f"{row.rank.gpu_percent}%"
         ),
         "own": _Column("own time", lambda row: _format_time(row.rank.own_time), is_wide=True),
-        **{name: _build_part_column(name) for name in ("data", "forward", "backward", "wait")},
+        **{name: _build_part_column(name) for name in ("data", "forward", "backward", "wait", "update")},
         "epoch": _Column(
             "epoch", lambda row: str(row.rank.beat.epoch) if row.rank.beat else "-", is_wide=True
         ),

@@ -15,7 +15,7 @@ from accel_cli.planning.network import Endpoint
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import read_last_objects
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_cli.runs.speed import Throughput
+from accel_cli.runs.speed import PARTS, Throughput
 
 __all__ = ["RunCollector", "serve_metrics"]
 
@@ -153,7 +153,7 @@ def _build_parts(snapshot: RunSnapshot) -> Metric:
         "accel_step_part_seconds", "Time of a part of a step, over the last steps.", labels=["rank", "part"]
     )
     for rank in snapshot.ranks:
-        for part in ("data", "forward", "backward", "wait"):
+        for part in (*PARTS, "wait"):
             if rank.parts:
                 metric.add_metric([str(rank.rank), part], getattr(rank.parts, part))
     return metric

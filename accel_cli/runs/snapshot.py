@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from accel_cli.runs.beats import Beat, Totals
 from accel_cli.runs.forecast import Goal, compute_run_eta, find_goal, is_resume
 from accel_cli.runs.run_dir import RankFolder, RunFolder, RunStatus
 from accel_cli.runs.run_files import read_json, read_last_objects, read_pid
-from accel_cli.runs.speed import MIN_STEPS, RankSpeed, Throughput, find_slowest
+from accel_cli.runs.speed import MIN_SAMPLES, MIN_STEPS, PARTS, RankSpeed, Throughput, find_slowest
 from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.storage.file_system import is_process_running
 
@@ -30,8 +31,8 @@ _TAIL = 1 << 17
 """Bytes at the end of a file of lines that are read: the file may have thousands of lines, and is read twice a second."""
 _SERIES = 64
 """The most values of a metric that are kept."""
-_SPEED_STEPS = 50
-"""The least number of last steps that times are averaged over."""
+_SPEED_S = 2.0
+"""The least seconds before the last measured step that times are averaged over, beside `MIN_STEPS` steps."""
 _STALL_S = 10.0
 """The shortest time without progress that is shown as a stall."""
 _NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
@@ -106,10 +107,14 @@ class RankSnapshot:
         The first steps, in which libraries initialize and compile, count only until there are enough others.
         """
         beat = self.beat
-        if beat is None or beat.steps < MIN_STEPS or not beat.history:
+        if beat is None or beat.totals.steps < MIN_STEPS or len(beat.history) < MIN_SAMPLES:
             return None
-        last = min(len(beat.history), (beat.steps - _SPEED_STEPS) // beat.stride)
-        return RankSpeed.measure(beat, last - 1 if last > 0 else 0, self.rate)
+        end, history = beat.totals, beat.history
+        num_before = min(
+            bisect_right(history, end.steps - MIN_STEPS, key=lambda entry: entry.steps),
+            bisect_right(history, end.time - _SPEED_S, key=lambda entry: entry.time),
+        )
+        return RankSpeed.measure(beat, max(0, num_before - 1), self.rate)
 
     @property
     def means(self) -> Totals | None:
@@ -124,7 +129,7 @@ class RankSnapshot:
 
     @property
     def own_time(self) -> float | None:
-        """Seconds of own time per step, over the last steps; None if no backward pass was seen."""
+        """Seconds of own time per step, over the last steps; None before enough steps."""
         return means.own if (means := self.means) and means.own else None
 
     @property
@@ -134,7 +139,7 @@ class RankSnapshot:
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON data; the docs list the fields."""
-        beat, means = self.beat, self.means
+        beat, parts = self.beat, self.parts
         return {
             "rank": self.rank,
             "pid": self.pid,
@@ -145,10 +150,7 @@ class RankSnapshot:
             "steps_per_s": self.rate,
             "steps_per_s_mean": beat.rate_mean if beat else None,
             "own_time_s": self.own_time,
-            "data_time_s": means.data if means else None,
-            "forward_time_s": means.forward if means else None,
-            "backward_time_s": means.backward if means else None,
-            "wait_time_s": means.wait if means else None,
+            **{f"{name}_time_s": getattr(parts, name) if parts else None for name in (*PARTS, "wait")},
             "last_step_age_s": self.step_age,
             "last_progress_age_s": self.progress_age,
             "epoch": beat.epoch if beat else None,

@@ -14,7 +14,9 @@ from accel_cli.runs.run_dir import format_ranks
 from accel_cli.runs.run_files import read_json
 
 __all__ = [
+    "MIN_SAMPLES",
     "MIN_STEPS",
+    "PARTS",
     "RankSpeed",
     "Throughput",
     "describe_global_batch",
@@ -28,11 +30,22 @@ __all__ = [
 
 MIN_STEPS = 20
 """The steps from which the speed of a rank is shown."""
+MIN_SAMPLES = 10
+"""The measured steps from which the parts of a step are shown, which says nothing of the number of steps in between."""
 _LONG_RUN_S, _SHORT_RUN_S = 60.0, 10.0
 """The time of steps from which a slow rank is named at the end, and the throughput: first steps and other load decide shorter ones."""
 _SLOWER, _MIN_SHARE = 1.1, 0.02
 """The slowest rank exceeds the median own time by this factor, and by this share of the time of a step."""
-_PARTS = {"data": "waiting for data", "forward": "in forward passes", "backward": "in backward passes"}
+PARTS: Mapping[str, str] = {
+    "data": "waiting for data",
+    "forward": "in forward passes",
+    "backward": "in backward passes",
+    "update": "in updates (clipping, optimizer step)",
+    "rest": "between steps",
+}
+"""The parts of own time, and how they are named in a sentence."""
+_MIN_EXCESS = 0.5
+"""The share of the additional own time of a slow rank from which a part of it is named."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +125,11 @@ class RankSpeed:
         """
         if first >= len(beat.history):
             return None
-        steps, start = beat.steps - (first + 1) * beat.stride, beat.history[first]
-        seconds = beat.totals.time - start.time
+        start = beat.history[first]
+        steps, seconds = round(beat.totals.steps - start.steps), beat.totals.time - start.time
         if steps <= 0 or seconds <= 0:
             return None
-        means = beat.totals.average_since(start, steps)
+        means = beat.totals.average_since(start)
         return cls(steps, seconds, means, rate or steps / seconds, beat.flops, beat.peak_flops, host)
 
     @classmethod
@@ -179,19 +192,29 @@ def describe_slow_rank(speeds: Mapping[int, RankSpeed]) -> str:
 
 
 def describe_part(slow: Sequence[Totals], every: Sequence[Totals]) -> str:
-    """Return the part of a step in which slow ranks exceed the median of all most, as the end of a sentence."""
-    pairs = {
-        name: (
-            median_low(getattr(means, name) for means in slow),
-            median_low(getattr(means, name) for means in every),
+    """Return the part of a step that has most of the additional own time of slow ranks, as the end of a sentence.
+
+    Args:
+        slow: The means of the slow ranks.
+        every: Those of all ranks, whose medians they are compared with.
+    """
+
+    def compare(name: str) -> tuple[float, float]:
+        return median_low(getattr(means, name) for means in slow), median_low(
+            getattr(means, name) for means in every
         )
-        for name in _PARTS
-    }
-    name = max(pairs, key=lambda name: pairs[name][0] - pairs[name][1])
-    own, median = pairs[name]
-    if own <= _SLOWER * median:
-        return ""
-    return f"; mostly {_PARTS[name]}: {format_step_time(own)} instead of {format_step_time(median)}"
+
+    def get_excess(name: str) -> float:
+        own, median = compare(name)
+        return own - median
+
+    # Without backward passes that are seen, the rest is the whole step.
+    seen = [name for name in PARTS if name != "rest" or all(means.backward for means in slow)]
+    name = max(seen, key=get_excess)
+    if get_excess(name) < _MIN_EXCESS * get_excess("own"):
+        return "; no single part of its steps explains it"
+    own, median = compare(name)
+    return f"; mostly {PARTS[name]}: {format_step_time(own)} instead of {format_step_time(median)}"
 
 
 def format_number(value: float) -> str:

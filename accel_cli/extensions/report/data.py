@@ -146,10 +146,8 @@ class RankTimes:
     tokens: Curve = field(default_factory=Curve)
     speed: RankSpeed | None = None
     """The speed over the last attempt."""
-    stride: int = 0
-    """The number of steps over which a point is averaged, in the last attempt."""
-    num_steps: int = 0
-    """The number of steps in all attempts."""
+    num_steps: float = 0
+    """The number of steps that the points are means of."""
 
     @property
     def curves(self) -> tuple[Curve, ...]:
@@ -158,13 +156,14 @@ class RankTimes:
 
     def add(self, beat: Beat) -> None:
         """Add the history of an attempt."""
-        self.stride = beat.stride
         self.speed = RankSpeed.measure(beat, 0) or self.speed
-        self.num_steps += beat.steps
         for number, (begin, end) in enumerate(pairwise(beat.history)):
-            means = end.average_since(begin, beat.stride)
+            if end.steps <= begin.steps:  # of a corrupt heartbeat
+                continue
+            means = end.average_since(begin)
             if not (0 < means.time < _MAX_INTERVAL_S and means.own < _MAX_INTERVAL_S):
                 continue
+            self.num_steps += end.steps - begin.steps
             time_ = beat.to_epoch(end.time)
             if number == 0 and len(self.step):
                 for curve in self.curves:
@@ -381,7 +380,7 @@ def _read_times(run: RunFolder, attempts: Sequence[int], data: RunData) -> None:
     for attempt in attempts:
         for rank, folder in run.list_ranks(attempt).items():
             beat = Beat.read(folder.beat)
-            if beat is not None and beat.stride > 0:
+            if beat is not None and beat.history:
                 data.times.setdefault(rank, RankTimes()).add(beat)
 
 

@@ -27,7 +27,8 @@ from accel_cli.extensions.report.figures import (
     thin_curve,
     write_json,
 )
-from accel_cli.runs.speed import MIN_STEPS, describe_part, find_slowest, format_step_time
+from accel_cli.runs.beats import Totals
+from accel_cli.runs.speed import MIN_SAMPLES, MIN_STEPS, PARTS, describe_part, find_slowest, format_step_time
 
 __all__ = ["describe_balance", "draw_memory", "draw_times", "list_parts"]
 
@@ -83,12 +84,13 @@ class _RankCurves:
 
 def draw_times(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
     """Draw step times and own times."""
-    strides = sorted(
-        {times.stride for view in views for times in view.data.times.values() if len(times.step)}
-    )
-    averaged = (
-        f" Each point is the mean of {' or '.join(map(str, strides))} steps." if strides[-1:] > [1] else ""
-    )
+    means = [
+        round(times.num_steps / len(times.step))
+        for view in views
+        for times in view.data.times.values()
+        if len(times.step)
+    ]
+    averaged = f" Each point is the mean of about {max(means)} steps." if max(means, default=0) > 1 else ""
     plots = (
         _RankCurves(
             "Step time by rank",
@@ -126,17 +128,22 @@ def list_parts(views: Sequence[RunView]) -> list[dict[str, str]]:
     rows = []
     for view in views:
         ranks = _choose_ranks({rank: times.own for rank, times in view.data.times.items()})
+        measured = _list_means(view)
         for rank in ranks:
-            speed = view.data.times[rank].speed
-            if speed is None or speed.steps < MIN_STEPS:
-                continue
-            means = speed.means
-            parts = (means.data, means.forward, means.backward, means.wait)
-            rest = max(0.0, means.time - sum(parts))
-            cells = (format_step_time(part) for part in (means.time, *parts, rest, means.own))
-            names = ("step", "data", "forward", "backward", "wait", "rest", "own")
-            rows.append({"run": view.label, "rank": str(rank), **dict(zip(names, cells, strict=True))})
+            if means := measured.get(rank):
+                times = {name: getattr(means, name) for name in (*PARTS, "wait", "own")}
+                cells = {name: format_step_time(time) for name, time in {"step": means.time, **times}.items()}
+                rows.append({"run": view.label, "rank": str(rank), **cells})
     return rows
+
+
+def _list_means(view: RunView) -> dict[int, Totals]:
+    """Return the means per step of ranks that have made enough steps, over the last attempt."""
+    return {
+        rank: times.speed.means
+        for rank, times in view.data.times.items()
+        if times.speed and times.speed.steps >= MIN_STEPS and len(times.step) >= MIN_SAMPLES
+    }
 
 
 def draw_memory(views: Sequence[RunView], numbers: Iterator[int]) -> list[Plot]:
@@ -304,16 +311,14 @@ def _find_spans(data: RunData, kind: str) -> list[tuple[float, float, str]]:
 
 def describe_balance(view: RunView, is_named: bool) -> str:
     """Return a sentence that names the rank with the largest own time; an empty text for one rank, or few steps."""
-    measured = {rank: times for rank, times in view.data.times.items() if times.num_steps >= MIN_STEPS}
-    means = {rank: mean for rank, times in measured.items() if (mean := _compute_mean(times.own))}
-    if len(means) < 2:  # noqa: PLR2004 - one rank delays no other
+    means = _list_means(view)
+    own_times = {rank: each.own for rank, each in means.items() if each.own}
+    if len(own_times) < 2:  # noqa: PLR2004 - one rank delays no other
         return ""
-    longest, median = max(means, key=means.__getitem__), statistics.median_low(means.values())
+    longest, median = max(own_times, key=own_times.__getitem__), statistics.median_low(own_times.values())
     prefix = f"{view.label}: r" if is_named else "R"
-    sentence = f"{prefix}ank {longest} has the longest own time, {means[longest]:.3g} s a step on average"
-    step_time = min(mean for rank in means if (mean := _compute_mean(measured[rank].step)))
-    if find_slowest(means, step_time) is None:
+    sentence = f"{prefix}ank {longest} has the longest own time, {own_times[longest]:.3g} s a step on average"
+    if find_slowest(own_times, min(each.time for each in means.values())) is None:
         return f"{sentence}; the ranks are balanced (median {median:.3g} s)."
-    speeds = {rank: times.speed.means for rank, times in measured.items() if times.speed}
-    part = describe_part([speeds[longest]], list(speeds.values())) if longest in speeds else ""
-    return f"{sentence}: {means[longest] / median:.1f} times the median of {median:.3g} s{part}. It delays the other ranks."
+    part = describe_part([means[longest]], list(means.values()))
+    return f"{sentence}: {own_times[longest] / median:.1f} times the median of {median:.3g} s{part}. It delays the other ranks."

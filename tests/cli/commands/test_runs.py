@@ -14,22 +14,17 @@ import time
 import pytest
 from support.commands import call_accel
 from support.processes import Process
+from support.runs.run_folders import write_beat
 
 from accel_cli.runs.run_dir import RunFolder
-from accel_runtime.environment import settings as env
 
 
 def record_end(folder, *, failed):
-    """Write the heartbeat of a script that has exited."""
-    import struct as layout
-
-    numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
-        "started_ns": 1,
-        "started_epoch_ns": time.time_ns(),
-        "stride": 1,
-    }
-    numbers |= {"ended_ns": 5_000_000_001, "failed": int(failed)}
-    folder.beat.write_bytes(layout.pack(f"={len(numbers)}q", *numbers.values()).ljust(env.BEAT_SIZE, b"\0"))
+    """Write the heartbeat of a script that has exited after 5 seconds; None if it has not, or was killed."""
+    ended = 0 if failed is None else 5_000_000_000
+    write_beat(
+        folder.beat, clock=0.0, started_epoch_ns=time.time_ns(), ended_ns=ended, failed=int(bool(failed))
+    )
 
 
 def replace_launcher(base, name, pid, **fields):
@@ -138,15 +133,9 @@ def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tm
 def test_a_script_that_replaced_its_launcher_ends_with_its_heartbeat(tmp_path, capfd, cwd):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for name, failed in (("fails.py", True), ("ends.py", False), ("crashes.py", None), ("plain.py", None)):
-        folder = replace_launcher(tmp_path, name, ended.pid)
-        if failed is not None:
-            record_end(folder.get_rank(0, 0), failed=failed)
-        elif name == "crashes.py":
-            record_end(folder.get_rank(0, 0), failed=False)
-            beat = folder.get_rank(0, 0).beat
-            offset = 8 * env.BEAT_NUMBERS.index("ended_ns")
-            beat.write_bytes(beat.read_bytes()[:offset] + bytes(8) + beat.read_bytes()[offset + 8 :])
+    for name, failed in (("fails.py", True), ("ends.py", False), ("crashes.py", None)):
+        record_end(replace_launcher(tmp_path, name, ended.pid).get_rank(0, 0), failed=failed)
+    replace_launcher(tmp_path, "plain.py", ended.pid)
     replace_launcher(tmp_path, "lives.py", os.getpid(), pid_start=None)
     rows = [line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
     assert [(row[1], row[5]) for row in rows] == [

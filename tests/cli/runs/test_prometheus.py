@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.processes import free_port
+from support.runs.run_folders import write_beat
 
 from accel_cli.errors import UsageError
+from accel_cli.runs.beats import Totals
 from accel_cli.runs.prometheus import RunCollector, serve_metrics
 from accel_cli.runs.run_dir import RunFolder
-from accel_runtime.observe.heartbeat import Heartbeat
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana" / "accel.json"
 
@@ -27,9 +28,12 @@ def run(tmp_path):
     folder = RunFolder.create(tmp_path, "train.py", {"world_size": 2, "target": "train.py"})
     for rank in (0, 1):
         folder.get_rank(0, rank).path.mkdir(parents=True)
-    heartbeat = Heartbeat(folder.get_rank(0, 0).beat)
-    for _ in range(3):
-        heartbeat.count_step(None)
+    # Steps of 1 s, of which 0.1 s is that of each part.
+    history = [
+        Totals(step, step, *(share * step for share in (0.6, 0.1, 0.1, 0.1, 0.1, 0.4)), 0, 0)
+        for step in range(1, 41)
+    ]
+    write_beat(folder.get_rank(0, 0).beat, history)
     events = [{"time": 1.0, "event": event} for event in ("start", "stall", "restart", "start")]
     saves = [
         {"time": time, "path": "c", "seconds": 2.5, "kind": kind}
@@ -57,7 +61,9 @@ def test_the_metrics_of_a_run_are_served_while_it_runs(run):
     address = f"127.0.0.1:{port}"
     with serve_metrics(run, address):
         samples = read(address)
-    assert samples["accel_steps_total", "0"] == 3
+    assert samples["accel_steps_total", "0"] == 40
+    parts = {"data": 0.1, "forward": 0.1, "backward": 0.1, "update": 0.1, "rest": 0.2, "wait": 0.4}
+    assert {part: samples["accel_step_part_seconds", part, "0"] for part in parts} == pytest.approx(parts)
     assert samples["accel_steps_total", "1"] == 0
     assert samples["accel_world_size",] == 2
     assert samples["accel_restarts_total",] == samples["accel_stalls_total",] == 1

@@ -7,18 +7,17 @@ import time
 
 import pytest
 from support.commands import call_accel
+from support.runs.run_folders import write_beat
 
 from accel_cli.runs.beats import Totals
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
-from accel_runtime.observe.heartbeat import Heartbeat
 
-OPTIMIZER = type("Optimizer", (), {})()
-"""An optimizer whose steps are counted."""
 RANK_FIELDS = {
     "rank", "pid", "state", "steps", "batches", "collectives", "steps_per_s", "steps_per_s_mean", "own_time_s",
     "last_step_age_s", "last_progress_age_s", "epoch", "epoch_batches", "epoch_length", "eta_s", "location", "rss_bytes",
-    "gpu_memory_bytes", "gpu_utilization_percent", "data_time_s", "forward_time_s", "backward_time_s", "wait_time_s",
+    "gpu_memory_bytes", "gpu_utilization_percent", "data_time_s", "forward_time_s", "backward_time_s", "update_time_s",
+    "rest_time_s", "wait_time_s",
 }  # fmt: skip
 RUN_FIELDS = {
     "run", "script", "state", "running", "exit_code", "time", "started", "elapsed_s", "eta_s", "attempt", "restart_reason", "failure",
@@ -32,12 +31,18 @@ def folder(home):
     return RunFolder.create(home / "runs", "train.py", {"target": "train.py", "world_size": 2})
 
 
-def start_rank(folder, rank, attempt=0):
-    """Create the heartbeat of a rank that is this process."""
-    files = folder.get_rank(attempt, rank)
-    files.path.mkdir(parents=True)
+def write_rank(folder, rank, attempt=0, steps=0, **values):
+    """Write the heartbeat of a rank that is this process, which has made these steps, 1 ms each, up to now."""
+    files, now = folder.get_rank(attempt, rank), time.monotonic()
+    recent = [step / 1000 for step in range(1, steps + 1)][-64:]
+    values = {
+        "clock": now - steps / 1000,
+        "steps": steps,
+        "recent": recent,
+        "started_epoch_ns": time.time_ns(),
+    } | values
+    write_beat(files.beat, **values)
     files.pid.write_text(str(os.getpid()))
-    return Heartbeat(files.beat)
 
 
 def write_lines(file, entries):
@@ -45,21 +50,14 @@ def write_lines(file, entries):
 
 
 def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
-    start_rank(folder, 0).count_step(OPTIMIZER)
-    first = start_rank(folder, 0, attempt=1)
+    write_rank(folder, 0, steps=1)
+    write_rank(folder, 0, attempt=1, steps=3, batches=3, text="step at train.py:7 (<module>)")
     folder.get_rank(1, 1).path.mkdir(parents=True)
-    for _ in range(3):
-        first.batch()
-        first.count_step(OPTIMIZER)
     run = read_snapshot(folder)
     assert (run.state, run.attempt, run.world_size, run.slowest) == ("running", 1, 2, None)
     rank, other = run.ranks
-    assert (rank.beat.steps, rank.state, rank.location) == (
-        3,
-        "running",
-        rank.location,
-    )
-    assert rank.location.startswith("after step() at test_snapshot.py:")
+    assert (rank.beat.steps, rank.state) == (3, "running")
+    assert rank.location == "after step() at train.py:7 (<module>)"
     assert (other.beat, other.state, other.location) == (None, "starting", "no step yet")
     assert rank.memory > 1_000_000
     assert rank.step_age >= 0
@@ -67,7 +65,7 @@ def test_a_snapshot_has_the_progress_of_each_rank_of_the_last_attempt(folder):
 
 def test_the_record_of_a_run_is_read_once_for_a_snapshot(folder, monkeypatch):
     """Several reads of a run that ends meanwhile would contradict each other."""
-    start_rank(folder, 0)
+    write_rank(folder, 0)
     reads, read = [], RunFolder.record.fget
     monkeypatch.setattr(RunFolder, "record", property(lambda run: reads.append(run) or read(run)))
     assert read_snapshot(folder).state == "running"
@@ -78,20 +76,20 @@ def test_the_record_of_a_run_is_read_once_for_a_snapshot(folder, monkeypatch):
 
 
 def test_a_replica_refers_to_the_rank_that_has_the_heartbeat_of_its_process(folder):
-    first = start_rank(folder, 0)
+    write_rank(folder, 0)
     files = folder.get_rank(0, 1)
     files.path.mkdir()
     files.pid.write_text(str(os.getpid()))
     assert read_snapshot(folder).ranks[1].state == "starting"
     files.thread.write_text("0x1")
-    first.count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=1)
     rank = read_snapshot(folder).ranks[1]
     assert (rank.state, rank.location, rank.memory) == ("running", "see rank 0", None)
     assert set(rank.to_json()) == RANK_FIELDS
 
 
 def test_a_run_of_another_node_is_not_running_here(folder):
-    start_rank(folder, 0).count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=1)
     folder.update({"host": "another"})
     run = read_snapshot(folder)
     assert (run.is_running, run.is_elsewhere, run.state) == (False, True, "not ended, on another")
@@ -99,28 +97,44 @@ def test_a_run_of_another_node_is_not_running_here(folder):
 
 
 def test_the_rate_decreases_while_no_step_is_made(folder):
-    beat = start_rank(folder, 0)
-    for _ in range(10):
-        beat.count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=10)
     rank = read_snapshot(folder).ranks[0]
     later = RankSnapshot(0, rank.beat, now=rank.now + 100)
     assert 0 < later.rate < 0.2 < rank.beat.rate_now
 
 
-def test_own_time_leaves_out_the_first_steps(folder):
-    """The first step may compile for minutes, also on a fast rank."""
-    start_rank(folder, 0)
-    beat = read_snapshot(folder).ranks[0].beat
-    totals = [Totals(1000.0 + step, 100 + 0.01 * step, 0, 0, 0, 0, 0, 0) for step in range(1, 201)]
+def measure_own_time(folder, num_slow, num_fast, *, steps, seconds):
+    """Return the own time of a rank with this number of measured steps, each of which ends so many steps and seconds after the one before.
 
-    def own_time(steps, stride=1):
-        history = tuple(totals)[stride - 1 : steps : stride]
-        changes = {"steps": steps, "totals": totals[steps - 1], "stride": stride, "history": history}
-        return RankSnapshot(0, type(beat)(**(beat.__dict__ | changes))).own_time
+    It is 5 s a step up to the end of the slow ones, and then 10 ms.
+    """
+    history = [Totals(1, 0.0, *[0.0] * 8)]
+    for number in range(num_slow + num_fast):
+        before, own = history[-1], 5.0 if number < num_slow else 0.01
+        history.append(
+            before._replace(
+                steps=before.steps + steps, time=before.time + seconds, own=before.own + own * steps
+            )
+        )
+    write_rank(folder, 0, history=history, steps=history[-1].steps, recent=[history[-1].time])
+    return read_snapshot(folder).ranks[0].own_time
 
-    assert own_time(10) is None
-    for steps, stride in [(20, 1), (60, 1), (200, 1), (200, 64), (199, 2)]:
-        assert own_time(steps, stride) == pytest.approx(0.01), (steps, stride)
+
+@pytest.mark.parametrize(
+    ("num_fast", "steps", "seconds"), [(20, 100, 0.1), (20, 2, 0.14), (20, 1, 0.3), (1, 10_000, 10.0)]
+)
+def test_own_time_leaves_out_the_first_steps_and_is_that_of_the_last_two_seconds_or_twenty_steps(
+    folder, num_fast, steps, seconds
+):
+    """The first steps may compile for minutes, also on a fast rank."""
+    own_time = measure_own_time(folder, 30, num_fast, steps=steps, seconds=seconds)
+    assert own_time == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("num_measured", "steps"), [(8, 100), (18, 1)])
+def test_own_time_is_not_known_after_few_steps_or_few_measured_ones(folder, num_measured, steps):
+    assert measure_own_time(folder, 0, num_measured, steps=steps, seconds=0.1) is None
+    assert measure_own_time(folder, 0, num_measured + 1, steps=steps, seconds=0.1) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +161,7 @@ def test_the_slowest_rank_is_named_only_if_it_is_clearly_slower(times, slowest, 
 
 def test_metrics_are_read_from_the_last_attempt_that_logged_any(folder):
     for attempt in (0, 1, 2):
-        start_rank(folder, 0, attempt)
+        write_rank(folder, 0, attempt)
     write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"first": 1}}])
     files = folder.get_rank(1, 0)
     write_lines(
@@ -178,7 +192,7 @@ def test_metrics_are_read_from_the_last_attempt_that_logged_any(folder):
 
 
 def test_of_a_long_file_of_metrics_only_the_end_is_read(folder):
-    start_rank(folder, 0)
+    write_rank(folder, 0)
     lines = ({"time": 1.0, "step": step, "values": {"loss": step}} for step in range(20_000))
     write_lines(folder.get_rank(0, 0).metrics, lines)
     (loss,) = read_snapshot(folder).metrics
@@ -186,7 +200,7 @@ def test_of_a_long_file_of_metrics_only_the_end_is_read(folder):
 
 
 def test_an_ended_run_has_its_end_its_failure_and_the_last_memory(folder):
-    start_rank(folder, 0)
+    write_rank(folder, 0)
     write_lines(folder.path / "memory.jsonl", [{"rss": {"0": 5}}, {"rss": {"0": 7}, "gpu": {"0": 9}}])
     write_lines(
         folder.path / "events.jsonl",
@@ -205,9 +219,7 @@ def test_an_ended_run_has_its_end_its_failure_and_the_last_memory(folder):
 
 
 def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
-    beat = start_rank(folder, 0)
-    time.sleep(0.01)
-    beat.count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=1)
     run = read_snapshot(folder)
     assert run.idle_time is None
     late = RankSnapshot(0, run.ranks[0].beat, now=run.ranks[0].now + 30)
@@ -217,7 +229,7 @@ def test_a_stall_is_shown_once_it_is_long_for_this_run(folder):
 
 
 def test_json_has_the_documented_fields(folder, capfd, cwd):
-    start_rank(folder, 0).count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=1)
     write_lines(folder.get_rank(0, 0).metrics, [{"time": 1.0, "step": 1, "values": {"loss": math.inf}}])
     result = call_accel(capfd, "top", "--json")
     assert result.returncode == 0, result.stderr
@@ -229,7 +241,7 @@ def test_json_has_the_documented_fields(folder, capfd, cwd):
 
 
 def test_without_a_terminal_one_snapshot_is_printed(folder, capfd, cwd):
-    start_rank(folder, 0).count_step(OPTIMIZER)
+    write_rank(folder, 0, steps=1)
     result = call_accel(capfd, "top")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines()[0] == f"{folder.path.name}  train.py"

@@ -17,31 +17,58 @@ from accel_cli.runs.speed import (
 
 
 def build_speed(own=0.6, *, steps=200, step_time=1.0, host="a", **changes):
-    """Return the speed of a rank that spends its own time in forward passes, unless `parts` has others."""
+    """Return the speed of a rank that spends its own time in forward passes, unless `changes` has others."""
     values = {
         "data": 0.0,
         "forward": own,
-        "backward": 0.0,
-        "wait": step_time - own,
+        "backward": 0.01,
+        "update": 0.0,
         "samples": 64,
         "tokens": 0,
     }
-    means = Totals(step_time, own, **{name: changes.get(name, value) for name, value in values.items()})
-    flops, peak = changes.get("flops", 0), changes.get("peak_flops", 0)
-    return RankSpeed(steps, steps * step_time, means, 1 / step_time, flops, peak, host)
+    parts = {name: changes.get(name, value) for name, value in values.items()}
+    means = Totals(steps=1, time=step_time, own=own, wait=step_time - own, **parts)
+    flops, peak_flops = changes.get("flops", 0), changes.get("peak_flops", 0)
+    return RankSpeed(steps, steps * step_time, means, 1 / step_time, flops, peak_flops, host)
 
 
 def build_speeds(*own_times, **options):
     return {rank: build_speed(own, **options) for rank, own in enumerate(own_times)}
 
 
-def test_a_rank_with_more_own_time_than_most_is_named_with_the_part_of_its_steps():
+def test_a_rank_with_more_own_time_than_most_is_named():
     assert describe_slow_rank(build_speeds(0.6, 0.61, 0.9, 0.6)) == (
         "rank 2 was slower than the others: 900 ms of own time per step, 50% above the median of 600 ms; mostly in forward passes: 900 ms instead of 600 ms"
     )
-    loading = build_speed(0.9, data=0.4, forward=0.5)
-    assert describe_slow_rank(build_speeds(0.6, 0.61) | {2: loading}).endswith(
-        "48% above the median of 610 ms; mostly waiting for data: 400 ms instead of 0 ms"
+
+
+@pytest.mark.parametrize(
+    ("parts", "ending"),
+    [
+        ({"data": 0.4}, "; mostly waiting for data: 400 ms instead of 0 ms"),
+        ({"forward": 0.45, "data": 0.15}, "; mostly in forward passes: 450 ms instead of 200 ms"),
+        ({"backward": 0.5}, "; mostly in backward passes: 500 ms instead of 100 ms"),
+        ({"update": 0.3}, "; mostly in updates (clipping, optimizer step): 300 ms instead of 0 ms"),
+        ({}, "; mostly between steps: 600 ms instead of 300 ms"),
+        ({"backward": 0.0}, "; no single part of its steps explains it"),
+        ({"forward": 0.3, "data": 0.1, "update": 0.1}, "; no single part of its steps explains it"),
+    ],
+    ids=[
+        "data",
+        "forward",
+        "backward",
+        "update",
+        "rest",
+        "a rest with unseen backward passes",
+        "three parts",
+    ],
+)
+def test_a_part_is_named_if_it_is_at_least_half_of_the_excess(parts, ending):
+    """The other ranks spend 200 ms in forward, 100 ms in backward passes, and 300 ms between steps."""
+    usual = {"forward": 0.2, "backward": 0.1}
+    others = build_speeds(0.6, 0.6, **usual)
+    assert describe_slow_rank(others | {2: build_speed(0.9, **(usual | parts))}).endswith(
+        f"above the median of 600 ms{ending}"
     )
 
 

@@ -115,7 +115,9 @@ def write_complete(base, name="20270115-080000-train-1", slow=1, **record):
     for attempt, begin in ((0, 0), (1, 52)):
         for rank in (0, 1):
             busy = 0.3 if rank == slow else 0.1
-            folder.beat(rank, [(begin + number, busy * number) for number in range(1, 40)], attempt)
+            # All own time is that of forward passes.
+            totals = [(begin + number, busy * number, 0, busy * number) for number in range(1, 40)]
+            folder.beat(rank, totals, attempt)
     folder.lines(
         "memory.jsonl",
         ({"time": at, "attempt": int(at > 50), "rss": {"0": 2**30, "1": 2**31}} for at in range(0, 100, 5)),
@@ -154,8 +156,8 @@ def test_the_rank_with_the_longest_own_time_is_named_and_its_line_is_above(repor
     write_complete(runs, slow=1)
     page = report()
     assert (
-        "Rank 1 has the longest own time, 0.3 s a step on average: 3.0 times the median of 0.1 s."
-        in page.text
+        "Rank 1 has the longest own time, 0.3 s a step on average: 3.0 times the median of 0.1 s; mostly in forward passes: "
+        "300 ms instead of 100 ms. It delays the other ranks." in page.text
     )
     lines = {trace["name"]: trace["y"] for trace in page.traces("Own time by rank")}
     assert {name: max(y for y in values if y is not None) for name, values in lines.items()} == {
@@ -169,7 +171,11 @@ def test_the_rank_with_the_longest_own_time_is_named_and_its_line_is_above(repor
 @pytest.mark.parametrize(
     ("own_times", "steps", "sentence"),
     [
-        ((0.5, 0.57), 40, "1.1 times the median of 0.5 s. It delays the other ranks."),
+        (
+            (0.5, 0.57),
+            40,
+            "1.1 times the median of 0.5 s; no single part of its steps explains it. It delays the other ranks.",
+        ),
         ((0.1, 0.105), 40, "the ranks are balanced (median 0.1 s)."),
         ((0.001, 0.005), 40, "the ranks are balanced (median 0.001 s)."),
         ((0.1, 0.3), 12, None),
@@ -512,6 +518,14 @@ def test_rare_large_step_times_do_not_flatten_the_others(report, runs):
     assert "Values up to 61 s (1 of 199) are above the axis" in page.text
 
 
+def test_points_are_means_of_the_steps_between_two_measured_ones(report, runs):
+    folder = RunWriter(runs)
+    folder.beat(0, [(0.8 * number, 0.4 * number) for number in range(1, 40)], stride=8)
+    page = report()
+    assert "Each point is the mean of about 8 steps." in page.text
+    assert {round(y, 9) for y in page.traces("Step time by rank")[0]["y"]} == {0.1}
+
+
 def test_a_page_allows_its_own_scripts_only_and_no_connection(report, runs):
     write_complete(runs)
     page = report()
@@ -600,17 +614,18 @@ def test_plotly_is_imported_to_draw_only():
 
 
 def test_the_parts_of_a_step_and_the_throughput_are_shown_by_rank(report, runs):
-    """A step of 1 s: 0.1 s of waiting for data, 0.2 s forward, 0.3 s backward, 0.3 s of waiting; the last rank loads 0.1 s longer."""
+    """A step of 1 s: 0.1 s of waiting for data, 0.2 s forward, 0.2 s backward, 0.1 s to its end, 0.3 s of waiting; the last rank loads longer."""
     folder = RunWriter(runs)
     for rank in range(3):
         late = 0.1 * (rank == 2)
         totals = [
             (
                 step,
-                (0.6 + late) * step,
+                (0.7 + late) * step,
                 (0.1 + late) * step,
                 0.2 * step,
-                0.3 * step,
+                0.2 * step,
+                0.1 * step,
                 (0.3 - late) * step,
                 64 * step,
                 512 * step,
@@ -620,8 +635,8 @@ def test_the_parts_of_a_step_and_the_throughput_are_shown_by_rank(report, runs):
         folder.beat(rank, totals)
     page = report(folder.path)
     assert "throughput 64 samples/s, 512 tokens/s" in page.text
-    assert "0 1 s 100 ms 200 ms 300 ms 300 ms 100 ms 600 ms" in page.text
-    assert "2 1 s 200 ms 200 ms 300 ms 200 ms 100 ms 700 ms" in page.text
+    assert "0 1 s 100 ms 200 ms 200 ms 100 ms 100 ms 300 ms 700 ms" in page.text
+    assert "2 1 s 200 ms 200 ms 200 ms 100 ms 100 ms 200 ms 800 ms" in page.text
     assert "mostly waiting for data: 200 ms instead of 100 ms. It delays the other ranks." in page.text
     assert set(page.traces("Samples per second")[0]["y"]) == {64}
     assert set(page.traces("Tokens per second")[0]["y"]) == {512}

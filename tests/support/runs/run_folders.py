@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_cli.runs.beats import Totals
 from accel_runtime.environment import settings as env
 
-__all__ = ["START", "RunWriter"]
+__all__ = ["START", "RunWriter", "write_beat"]
 
 START = 1_800_000_000.0
 """The start of a run in seconds since 1970."""
-_CLOCK = 5000.0
-"""The monotonic clock at the start of a run."""
 
 
 class RunWriter:
@@ -76,38 +76,70 @@ class RunWriter:
 
         They are in the order of an entry of the history: times in seconds, samples, tokens.
         """
-        width = len(env.BEAT_ENTRY)
-        totals = [(*entry, *(0.0,) * (width - len(entry))) for entry in history]
-        last = totals[-1] if totals else (0.0,) * width
-        numbers = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
-            "pid": 100 + rank,
-            "steps": len(history) * stride,
-            "changed_ns": _to_ns(_CLOCK + last[0]),
-            "started_ns": _to_ns(_CLOCK),
-            "started_epoch_ns": _to_ns(START),
-            "stride": stride,
-            **{
-                name: _to_number(name, total)
-                for name, total in zip(env.BEAT_ENTRY[1:], last[1:], strict=True)
-            },
-        }
-        data = bytearray(env.BEAT_SIZE)
-        struct.pack_into(f"={len(numbers)}q", data, 0, *numbers.values())
-        entries = [
-            _to_number(name, total + (_CLOCK if name == "time_ns" else 0))
-            for each in totals
-            for name, total in zip(env.BEAT_ENTRY, each, strict=True)
+        others = [0.0] * len(env.BEAT_ENTRY)
+        totals = [
+            Totals._make([stride * number, *entry, *others][: len(others)])
+            for number, entry in enumerate(history, start=1)
         ]
-        struct.pack_into(f"={len(entries)}q", data, env.BEAT_HISTORY_RANGE.start, *entries)
-        slot = (len(history) * stride - 1) % env.BEAT_RECENT
-        struct.pack_into("=q", data, env.BEAT_RECENT_RANGE.start + 8 * slot, numbers["changed_ns"])
-        file = self.path / f"attempt_{attempt}" / f"rank_{rank}" / env.BEAT
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
+        write_beat(self.path / f"attempt_{attempt}" / f"rank_{rank}" / env.BEAT, totals, pid=100 + rank)
 
 
-def _to_number(name: str, total: float) -> int:
-    return _to_ns(total) if name.endswith("_ns") else round(total)
+def write_beat(
+    file: Path,
+    history: Sequence[Totals] = (),
+    *,
+    clock: float = 5000.0,
+    recent: Sequence[float] = (),
+    text: str = "",
+    **numbers: int,
+) -> None:
+    """Write a heartbeat as `accel_runtime` does; times are in seconds since the start of the rank.
+
+    Args:
+        file: The file.
+        history: The totals at the end of measured steps.
+        clock: The monotonic clock at the start.
+        recent: The times of the last steps, 64 if there are as many; by default the time of the last totals alone.
+        text: The newest collective and its line.
+        numbers: Numbers of the file by name, which replace those that follow from the history.
+    """
+    start = _to_ns(clock)
+    entries = [
+        [
+            start + _to_ns(total)
+            if name == "sampled_ns"
+            else _to_ns(total)
+            if name.endswith("_ns")
+            else round(total)
+            for name, total in zip(env.BEAT_ENTRY, totals, strict=True)
+        ]
+        for totals in history
+    ]
+    last = dict(zip(env.BEAT_ENTRY, entries[-1], strict=True)) if entries else {}
+    recent = recent or [totals.time for totals in history[-1:]]
+    values = dict.fromkeys(env.BEAT_NUMBERS, 0) | {
+        "pid": os.getpid(),
+        "steps": last.get("sampled_steps", len(recent)),
+        "changed_ns": start,
+        "started_ns": start,
+        "started_epoch_ns": _to_ns(START),
+        "part": -1,
+        "entries": len(entries),
+        **last,
+        **numbers,
+    }
+    data = bytearray(env.BEAT_SIZE)
+    struct.pack_into(f"={len(values)}q", data, 0, *values.values())
+    data[env.BEAT_TEXT_RANGE] = text.encode().ljust(
+        env.BEAT_TEXT_RANGE.stop - env.BEAT_TEXT_RANGE.start, b"\0"
+    )
+    for step, time in zip(range(values["steps"] - len(recent), values["steps"]), recent, strict=True):
+        slot = env.BEAT_RECENT_RANGE.start + 8 * (step % env.BEAT_RECENT)
+        struct.pack_into("=q", data, slot, start + _to_ns(time))
+    flat = [number for entry in entries for number in entry]
+    struct.pack_into(f"={len(flat)}q", data, env.BEAT_HISTORY_RANGE.start, *flat)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(data)
 
 
 def _to_ns(seconds: float) -> int:
