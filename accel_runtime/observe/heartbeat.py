@@ -379,15 +379,17 @@ class StepParts:
         now: The time of its begin, in ns.
         part: The part that it begins in.
         is_whole: False if it is measured from a later moment on, so that only the current part is known.
+        is_backward: True in a backward pass whose end will be recorded.
     """
 
-    def __init__(self, now: int, part: Part = Part.REST, *, is_whole: bool = True) -> None:
+    def __init__(
+        self, now: int, part: Part = Part.REST, *, is_whole: bool = True, is_backward: bool = False
+    ) -> None:
         self.begin_ns = self.since_ns = now
         self.part, self.is_whole = part, is_whole
         self.times = dict.fromkeys(Part, 0)
         """Time of each part that has ended, in ns."""
-        self.is_backward = part is Part.BACKWARD
-        """True in a backward pass."""
+        self.is_backward = is_backward
         self._num_waits, self._around_wait = 0, part
 
     def begin(self, part: Part) -> None:
@@ -536,10 +538,10 @@ class Heartbeat(Progress):
         elif parts is None and self._skipped:
             self._skipped -= 1
         else:
-            is_backward = (
-                parts is not None and parts.is_backward
-            )  # an optimizer that steps in hooks of parameters
-            self._begin_parts(StepParts(now, Part.BACKWARD if is_backward else Part.REST))
+            # Optimizers may step in a backward pass, in hooks of parameters.
+            is_backward = parts is not None and parts.is_backward
+            part = Part.BACKWARD if is_backward else Part.REST
+            self._begin_parts(StepParts(now, part, is_backward=is_backward))
 
     def _begin_parts(self, parts: StepParts) -> None:
         self.parts, self._is_due = parts, True
@@ -653,7 +655,9 @@ class Heartbeat(Progress):
     def _drop(self, dropped: Sequence[LoaderEpoch]) -> None:
         super()._drop(dropped)
         self._ended_torch_batches += _count_batches(epoch for epoch in dropped if not epoch.is_prepared)
-        self._last_ended = dropped[-1]
+        for epoch in dropped:
+            if epoch.is_prepared is self._has_prepared_epochs:
+                self._last_ended = epoch
 
     def refresh(self) -> None:
         """Write the batches, and the epoch that has returned the last one.

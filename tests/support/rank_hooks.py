@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import torch_hooks
-from accel_runtime.observe.heartbeat import Heartbeat, reset_heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat, heartbeat, reset_heartbeat
 
 
 @contextmanager
@@ -29,3 +30,9 @@ def watch(path: Path) -> Iterator[RankFolder]:
                 hooks.progress.close()
             hooks.close()
             reset_heartbeat()
+
+
+def read_beat(folder: RankFolder) -> Beat:
+    """Return the heartbeat of this process, with what its thread would write within a tenth of a second."""
+    heartbeat().refresh()
+    return Beat.read(folder.beat)

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from support.data_sets import SampleStream
+from support.rank_hooks import read_beat, watch
 from torch.utils.data import DataLoader
 
 from accel_cli.runs.beats import Beat
@@ -15,17 +16,14 @@ from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import heartbeat as heartbeat_module
-from accel_runtime.observe.heartbeat import Heartbeat, _create_progress, heartbeat
-from accel_runtime.utils import GradientAccumulationPlugin
+from accel_runtime.observe.heartbeat import Heartbeat, heartbeat, reset_heartbeat
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """The folder of a rank that a launcher watches."""
-    monkeypatch.setenv(RANK_FOLDER, str(tmp_path))
-    _create_progress.cache_clear()
-    yield RankFolder(tmp_path)
-    _create_progress.cache_clear()
+    with watch(tmp_path) as rank_folder:
+        yield rank_folder
 
 
 def train(accelerator, batches):
@@ -45,7 +43,7 @@ def test_a_launcher_reads_the_steps_the_batches_and_the_last_collective(folder):
     accelerator = Accelerator(gradient_accumulation_steps=2)
     first_beat = Beat.read(folder.beat)
     train(accelerator, batches=6)
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.steps, beat.batches, beat.is_inside) == (3, 6, False)
     assert beat.time > first_beat.time
     assert first_beat.location == "no step yet"
@@ -67,7 +65,7 @@ def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
 
 def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
-    _create_progress.cache_clear()
+    reset_heartbeat()
     assert heartbeat() is None
 
 
@@ -127,58 +125,8 @@ def clock(monkeypatch):
     return clock
 
 
-def own_times(folder, accelerator, clock, *, backward, batches=4):
-    """The own time in ns after each step of a training whose rest of a step takes 1000 ns, and loading a batch 1."""
-    # One process has no own time, as it waits for no other.
-    accelerator._steps._is_distributed = True
-    model = Timed(clock)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    for batch in torch.ones(batches, 3, 2):
-        clock.now += 1
-        with accelerator.accumulate(model):
-            backward(model(batch).sum())
-            clock.now += 1000
-            optimizer.step()
-    return [round(entry.own * 1e9) for entry in Beat.read(folder.beat).history]
-
-
-def test_own_time_leaves_out_the_start_and_the_rest_of_a_step_from_its_averaging_backward_pass_on(
-    folder, clock
-):
-    accelerator = Accelerator()
-    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, 11, 22, 33]
-
-
-def test_own_time_includes_backward_passes_that_only_accumulate(folder, clock):
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    step = 11 + 100 + 1000 + 11
-    assert own_times(folder, accelerator, clock, backward=accelerator.backward) == [0, step]
-
-
-def test_every_backward_pass_averages_with_sync_each_batch(folder, clock):
-    def backward(loss):
-        accelerator.wait_for_everyone()
-        accelerator.backward(loss)
-
-    plugin = GradientAccumulationPlugin(2, sync_each_batch=True)
-    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-    step = 11 + 1000 + 11
-    assert own_times(folder, accelerator, clock, backward=backward) == [0, step]
-
-
-def test_a_script_that_calls_backward_itself_has_no_own_time(folder, clock):
-    def backward(loss):
-        accelerator.wait_for_everyone()
-        loss.backward()
-
-    accelerator = Accelerator()
-    assert own_times(folder, accelerator, clock, backward=backward) == [0, 0, 0, 0]
-
-
-def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
-    def backward(loss):
-        accelerator.wait_for_everyone()
-        accelerator.backward(loss)
+def test_own_time_is_that_in_which_a_rank_does_not_wait_for_others(folder, clock, monkeypatch):
+    """A batch takes 1 ns, a forward pass 10, a backward pass 100, what follows it 1000, and a collective a million."""
 
     def all_gather_slots(*args):
         clock.now += 10**6
@@ -188,11 +136,23 @@ def test_own_time_leaves_out_collectives(folder, clock, monkeypatch):
     transport = accelerator._backend.handshake._transport
     gather = transport.all_gather_slots
     monkeypatch.setattr(transport, "all_gather_slots", all_gather_slots)
-    assert own_times(folder, accelerator, clock, backward=backward) == [0, 11, 22, 33]
+    model = Timed(clock)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for batch in torch.ones(4, 3, 2):
+        clock.now += 1
+        loss = model(batch).sum()
+        accelerator.wait_for_everyone()
+        accelerator.backward(loss)
+        clock.now += 1000
+        optimizer.step()
+    history = Beat.read(folder.beat).history
+    assert [round(1e9 * entry.own) for entry in history] == [0, 1111, 2222, 3333]
+    assert [round(1e9 * entry.wait) for entry in history] == [0, 10**6, 2 * 10**6, 3 * 10**6]
 
 
 def test_every_part_of_a_step_is_measured(folder, clock):
-    """Loading takes 1 ns a batch, a forward pass 10, a backward pass 100 until its gradients are complete, and the wait for others 500."""
+    """Loading takes 1 ns a batch, a forward pass 10, a backward pass 100 until its gradients are complete, the wait for others 500,
+    clipping 1000, and logging 5000."""
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self):
@@ -203,7 +163,6 @@ def test_every_part_of_a_step_is_measured(folder, clock):
             return torch.ones(2)
 
     accelerator = Accelerator()
-    accelerator._steps._is_distributed = True
     model = Timed(clock)
     loader = DataLoader(Slow())
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
@@ -218,13 +177,41 @@ def test_every_part_of_a_step_is_measured(folder, clock):
         accelerator.backward(model(batch).sum())
         clock.now += 1000
         optimizer.step()
-        accelerator.wait_for_everyone()
+        clock.now += 5000
     totals = Beat.read(folder.beat).totals
-    ns = [
-        round(1e9 * part) for part in (totals.data, totals.forward, totals.backward, totals.wait, totals.own)
-    ]
-    assert ns == [3, 30, 300, 1500, 3 * (1 + 10 + 100)]
+    parts = (
+        totals.data,
+        totals.forward,
+        totals.backward,
+        totals.wait,
+        totals.update,
+        totals.rest,
+        totals.own,
+    )
+    assert [round(1e9 * part) for part in parts] == [3, 30, 300, 1500, 3000, 15000, 3 * 6111]
     assert totals.samples == 4
+
+
+def test_steps_between_measured_ones_count_as_those_but_an_evaluation_does_not(tmp_path, clock):
+    beat, optimizer = Heartbeat(tmp_path / "beat"), torch.optim.SGD([torch.zeros(1)])
+
+    def step(forward_ns, rest_ns):
+        beat.return_batch()
+        clock.now += forward_ns
+        beat.request_batch()
+        clock.now += rest_ns
+        beat.count_step(optimizer)
+
+    step(0, 0)
+    for evaluation_ns in (0, 10**6):
+        beat.look()
+        clock.now += evaluation_ns
+        for _ in range(50):
+            step(30, 70)
+        totals = Beat.read(tmp_path / "beat").totals
+        assert round(1e9 * totals.forward) == 30 * (totals.steps - 1)
+        assert round(1e9 * totals.data) == 70 * (totals.steps - 1)
+    assert totals.steps > 50
 
 
 def test_the_samples_of_an_evaluation_do_not_count(folder):
@@ -246,7 +233,7 @@ def test_the_samples_of_an_evaluation_do_not_count(folder):
 
 def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
     def read():
-        beat = Beat.read(folder.beat)
+        beat = read_beat(folder)
         return beat.epoch, beat.epoch_batches, beat.epoch_length
 
     loader, evaluation = Accelerator().prepare(DataLoader(torch.ones(3, 2)), DataLoader(torch.ones(2, 2)))
@@ -259,7 +246,7 @@ def test_the_epoch_is_that_of_the_loader_which_returned_the_last_batch(folder):
             records.append((before, read()))
     assert [training for training, _ in records] == [(e, b, 3) for e in range(2) for b in range(1, 4)]
     assert [other for _, other in records] == [(e, 2, 2) for e in range(6)]
-    assert Beat.read(folder.beat).batches == 6 + 6 * 2
+    assert read_beat(folder).batches == 6 + 6 * 2
 
 
 def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
@@ -267,13 +254,13 @@ def test_an_epoch_that_is_continued_counts_the_batches_before(folder):
     loader = accelerator.prepare(DataLoader(torch.ones(5, 2)))
     iterator = iter(accelerator.skip_first_batches(loader, 3))
     next(iterator)
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.epoch_batches, beat.epoch_first, beat.epoch_length) == (4, 3, 5)
 
 
 def test_a_stream_has_no_length(folder):
     next(iter(Accelerator().prepare(DataLoader(SampleStream(torch.ones(4, 2))))))
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.epoch_batches, beat.epoch_length, beat.compute_eta(beat.time)) == (1, None, None)
 
 
@@ -282,9 +269,7 @@ def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(
         rank = int(os.environ["RANK"])
         folder = path / f"rank_{rank}"
         folder.mkdir()
-        os.environ[RANK_FOLDER] = str(folder)
-        _create_progress.cache_clear()
-        try:
+        with watch(folder):
             accelerator = Accelerator()
             model = torch.nn.Linear(2, 1)
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -293,15 +278,12 @@ def test_the_slowest_rank_has_the_largest_own_time_while_all_steps_take_as_long(
                 time.sleep(0.03 * rank)
                 accelerator.backward(loss)
                 optimizer.step()
-        finally:
-            del os.environ[RANK_FOLDER]
-            _create_progress.cache_clear()
 
     pair.run(train, tmp_path)
     fast, slow = (Beat.read(RankFolder(tmp_path / f"rank_{rank}").beat) for rank in range(2))
     assert (fast.steps, slow.steps) == (10, 10)
     assert slow.totals.own > fast.totals.own
-    assert slow.totals.own >= 0.03 * 9
+    assert slow.totals.own >= 0.03 * (slow.totals.steps - 1)
     assert fast.recent[-1] - fast.recent[0] > 0.03 * 8, "the fast rank waits for the slow one"
 
 

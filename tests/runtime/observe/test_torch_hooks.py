@@ -3,11 +3,10 @@
 import os
 import time
 import traceback
-from unittest.mock import patch
 
 import pytest
 import torch
-from support.rank_hooks import watch
+from support.rank_hooks import read_beat, watch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -17,6 +16,7 @@ from accel_cli.runs.run_dir import RankFolder
 from accel_cli.worker import strip_frames
 from accel_runtime import Accelerator
 from accel_runtime.observe import torch_hooks
+from accel_runtime.observe.heartbeat import heartbeat
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def train(loader, *, epochs=1):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_batches_of_any_script_are_counted_with_its_waits_for_them(folder, workers):
     train(DataLoader(Slow(), batch_size=2, num_workers=workers), epochs=2)
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.steps, beat.batches, beat.epoch, beat.epoch_batches, beat.epoch_length) == (4, 4, 1, 2, 2)
     assert (beat.totals.samples, beat.totals.tokens) == (8, 64)
     assert beat.totals.data >= 0.04
@@ -185,14 +185,14 @@ def test_persistent_workers_begin_an_epoch_with_each_loop(folder):
     for _ in range(2):
         for _ in loader:
             pass
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.steps, beat.batches, beat.epoch, beat.epoch_batches) == (0, 4, 1, 2)
 
 
 def test_a_stream_has_no_length_and_batches_that_are_not_trained_on_count_no_samples(folder):
     train(DataLoader(Slow(), batch_size=4))
     assert sum(len(batch) for batch in DataLoader(Stream(), batch_size=2)) == 3
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.batches, beat.epoch_batches, beat.epoch_length, beat.totals.samples) == (3, 2, None, 4)
 
 
@@ -203,7 +203,7 @@ def test_a_prepared_loader_counts_its_batches_itself(folder):
         pass
     for _ in unprepared:
         pass
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.batches, beat.epoch_batches, beat.epoch_length) == (3, 3, 3)
 
 
@@ -212,6 +212,7 @@ def test_an_exception_of_a_data_set_has_no_frames_of_the_hooks(folder):
         def __getitem__(self, index):
             raise ValueError(index)
 
+    build().step()  # parts of the first steps are measured
     loss = (torch.nn.Linear(2, 1)(torch.ones(2)) * 0).sum()
     loss.register_hook(lambda _: 1 / 0)
     for fail in (lambda: list(DataLoader(Broken())), loss.backward):
@@ -318,15 +319,10 @@ def test_passes_inside_of_a_pass_do_not_end_it(pair, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_compiled_model_has_the_graphs_that_it_has_without_the_hooks(folder):
-    def count_graphs(call):
+def test_a_compiled_model_has_the_graphs_that_it_has_without_the_hooks_in_measured_steps_and_others(tmp_path):
+    def count_graphs(begin_step):
         counter = CompileCounter()
         torch._dynamo.reset()
-        for _ in range(3):
-            call(counter)
-        return counter.frame_count
-
-    def run_step(counter):
         model = torch.nn.Linear(2, 1)
 
         @torch.compile(backend=counter)
@@ -334,8 +330,18 @@ def test_a_compiled_model_has_the_graphs_that_it_has_without_the_hooks(folder):
             model(batch).sum().backward()
             return model.weight.grad * 2
 
-        step(torch.ones(3, 2))
+        for number in range(6):
+            begin_step(number)
+            step(torch.ones(3, 2))
+        return counter.frame_count
 
-    with_hooks = count_graphs(run_step)
-    with patch.object(torch.autograd, "backward", torch.autograd.backward.__wrapped__):
-        assert count_graphs(run_step) == with_hooks
+    without_hooks = count_graphs(lambda _: None)
+    with watch(tmp_path):
+        build().step()
+        hooks = heartbeat()._hooks
+        replaced = torch.autograd.backward
+        assert (
+            count_graphs(lambda number: hooks.remove() if number % 2 else hooks.measure_parts())
+            == without_hooks
+        )
+        assert torch.autograd.backward is not replaced
