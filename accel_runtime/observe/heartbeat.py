@@ -49,7 +49,6 @@ __all__ = [
     "disable_heartbeat",
     "enable_progress",
     "heartbeat",
-    "reset_heartbeat",
 ]
 
 _LOCAL = threading.local()
@@ -776,13 +775,13 @@ def enable_progress() -> None:
         _LOCAL.progress = Progress()
 
 
-def reset_heartbeat() -> None:
-    """Forget the progress of this process, or of the parent that has forked it."""
+def _forget_parent() -> None:
+    """Forget the progress of the process that has forked this one."""
     _create_progress.cache_clear()
     _LOCAL.progress = None
 
 
-os.register_at_fork(after_in_child=reset_heartbeat)
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 @lru_cache(maxsize=1)

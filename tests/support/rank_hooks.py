@@ -3,22 +3,33 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
 from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime.environment.settings import RANK_FOLDER
-from accel_runtime.observe import torch_hooks
-from accel_runtime.observe.heartbeat import Heartbeat, heartbeat, reset_heartbeat
+from accel_runtime.observe import heartbeat, torch_hooks
+
+
+@contextmanager
+def forget_progress() -> Iterator[None]:
+    """Create the progress of this process anew, until the end of the context."""
+    create = heartbeat._create_progress.__wrapped__
+    with (
+        patch.object(heartbeat, "_create_progress", lru_cache(maxsize=1)(create)),
+        patch.object(heartbeat._LOCAL, "progress", None, create=True),
+    ):
+        yield
 
 
 @contextmanager
 def watch(path: Path) -> Iterator[RankFolder]:
     """Install the hooks for a rank with this folder, until the end of the context."""
     hooks = torch_hooks.TorchHooks()
-    reset_heartbeat()
     with (
+        forget_progress(),
         patch.dict(os.environ, {RANK_FOLDER: str(path)}),
         patch.object(torch_hooks, "_get_hooks", lambda: hooks),
     ):
@@ -26,13 +37,12 @@ def watch(path: Path) -> Iterator[RankFolder]:
             torch_hooks.watch_progress()
             yield RankFolder(path)
         finally:
-            if isinstance(hooks.progress, Heartbeat):
+            if isinstance(hooks.progress, heartbeat.Heartbeat):
                 hooks.progress.close()
             hooks.close()
-            reset_heartbeat()
 
 
 def read_beat(folder: RankFolder) -> Beat:
     """Return the heartbeat of this process, with what its thread would write within a tenth of a second."""
-    heartbeat().refresh()
+    heartbeat.heartbeat().refresh()
     return Beat.read(folder.beat)

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
 from accel_runtime.collectives.rank_status import StatusService
-from accel_runtime.observe.heartbeat import Progress, ProgressCounts
+from accel_runtime.observe.heartbeat import LoaderEpoch, Progress, ProgressCounts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -119,8 +119,8 @@ def test_progress_counts_are_beyond_others_if_any_counter_is_larger():
 
 def test_counts_restart_at_each_collective_and_after_uneven_loops():
     progress = Progress()
-    progress.begin_backward()
-    progress.batch()
+    progress.backwards += 1
+    progress.begin_epoch(LoaderEpoch(0, 0, 4)).returned += 1
     assert progress.counts == ProgressCounts(0, 1, 0, 1)
     progress.enter("gather", None)
     progress.exit()

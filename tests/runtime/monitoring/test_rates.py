@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.rank_hooks import forget_progress
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
 from accel_runtime.monitoring.rates import RateMeter
-from accel_runtime.observe.heartbeat import reset_heartbeat
 
 ROWS = [{"ids": torch.zeros(5, dtype=torch.long), "x": torch.ones(2)} for _ in range(8)]
 
@@ -19,9 +19,8 @@ ROWS = [{"ids": torch.zeros(5, dtype=torch.long), "x": torch.ones(2)} for _ in r
 @pytest.fixture(autouse=True)
 def _without_progress():
     """The progress is that of the process; without a launcher there is none."""
-    reset_heartbeat()
-    yield
-    reset_heartbeat()
+    with forget_progress():
+        yield
 
 
 def train(directory, **options):

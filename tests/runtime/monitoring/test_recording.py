@@ -14,25 +14,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rank_hooks import forget_progress, watch
 from torch.utils.data import DataLoader, Dataset
 
-from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.monitoring import recording
 from accel_runtime.monitoring.recording import BoundedLog
-from accel_runtime.observe.heartbeat import Heartbeat, _create_progress
+from accel_runtime.observe.heartbeat import Heartbeat
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """The folder of a rank that a launcher watches."""
     path = tmp_path / "rank_0"
     path.mkdir()
-    monkeypatch.setenv(RANK_FOLDER, str(path))
-    _create_progress.cache_clear()
-    yield RankFolder(path)
-    _create_progress.cache_clear()
+    with watch(path) as rank_folder:
+        yield rank_folder
 
 
 def read_lines(path):
@@ -82,11 +80,11 @@ def test_a_tracker_receives_all_values_and_its_file_is_recorded_first(folder, tm
 def test_nothing_is_recorded_without_a_launcher(tmp_path, monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
     monkeypatch.chdir(tmp_path)
-    _create_progress.cache_clear()
-    accelerator = Accelerator()
-    accelerator.prepare(torch.nn.Linear(2, 1))
-    accelerator.log({"loss": 1})
-    accelerator.save_state(str(tmp_path / "saved"))
+    with forget_progress():
+        accelerator = Accelerator()
+        accelerator.prepare(torch.nn.Linear(2, 1))
+        accelerator.log({"loss": 1})
+        accelerator.save_state(str(tmp_path / "saved"))
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
@@ -101,16 +99,11 @@ def test_only_the_main_process_records(pair, tmp_path):
         rank = int(os.environ["RANK"])
         folder = path / f"rank_{rank}"
         folder.mkdir()
-        os.environ[RANK_FOLDER] = str(folder)
-        _create_progress.cache_clear()
-        try:
+        with watch(folder):
             accelerator = Accelerator()
             accelerator.prepare(torch.nn.Linear(2, 1))
             accelerator.log({"loss": 1})
             accelerator.save_state(str(path / "saved"))
-        finally:
-            del os.environ[RANK_FOLDER]
-            _create_progress.cache_clear()
         return sorted(file.name for file in folder.iterdir())
 
     assert pair.run(train, tmp_path) == [

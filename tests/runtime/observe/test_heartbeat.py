@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from support.data_sets import SampleStream
-from support.rank_hooks import read_beat, watch
+from support.rank_hooks import forget_progress, read_beat, watch
 from torch.utils.data import DataLoader
 
 from accel_cli.runs.beats import Beat
@@ -16,7 +16,7 @@ from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import heartbeat as heartbeat_module
-from accel_runtime.observe.heartbeat import Heartbeat, heartbeat, reset_heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def test_the_location_of_a_rank_is_the_collective_that_it_is_in(folder):
 
 def test_without_a_launcher_there_is_no_heartbeat(monkeypatch):
     monkeypatch.delenv(RANK_FOLDER, raising=False)
-    reset_heartbeat()
-    assert heartbeat() is None
+    with forget_progress():
+        assert heartbeat() is None
 
 
 def test_a_process_that_the_script_starts_leaves_the_heartbeat_alone(folder):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
+from support.rank_hooks import watch
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.backends import current_backend, set_current_backend
@@ -161,23 +163,15 @@ def test_replicas_with_different_options_do_not_interfere(replicas, size):
 
 def test_the_first_replica_of_a_process_writes_its_heartbeat(replicas, tmp_path):
     def beating(folder):
-        import os
-
-        from accel_runtime.environment.settings import RANK_FOLDER
-        from accel_runtime.observe.heartbeat import _create_progress, heartbeat
+        from accel_runtime.observe.heartbeat import heartbeat
 
         state = PartialState()
-        if state.is_main_process:
-            os.environ[RANK_FOLDER] = str(folder)
-            _create_progress.cache_clear()
-        state.wait_for_everyone()
-        set_current_backend(None)
-        PartialState()
-        has_heartbeat = heartbeat() is not None
-        state.wait_for_everyone()
-        if state.is_main_process:
-            del os.environ[RANK_FOLDER]
-            _create_progress.cache_clear()
+        with watch(folder) if state.is_main_process else nullcontext():
+            state.wait_for_everyone()
+            set_current_backend(None)
+            PartialState()
+            has_heartbeat = heartbeat() is not None
+            state.wait_for_everyone()
         return has_heartbeat
 
     assert replicas[4].run(beating, tmp_path) == [True, False, False, False]
