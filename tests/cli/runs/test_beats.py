@@ -1,15 +1,28 @@
 """The reader of heartbeat files, which a process writes at the same time."""
 
 import io
+import itertools
+import multiprocessing
+import os
 import struct
+import time
+from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs.run_folders import START, write_beat
+from support.waits import limit
 
 from accel_cli.runs.beats import Beat, Totals
 from accel_runtime.environment import settings as env
+from accel_runtime.observe import heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat
+
+TICK_NS = 200_000_000
+"""A step that takes so long is measured."""
+OPTIMIZER = SimpleNamespace(param_groups=[{"params": [object()]}])
+"""An optimizer whose steps are counted."""
 
 
 def build_totals(steps):
@@ -140,3 +153,92 @@ def test_the_end_of_the_epoch_is_foreseen_from_its_batches_without_those_that_we
 def test_times_are_converted_to_those_of_the_calendar(tmp_path):
     beat = read_beat(tmp_path / "beat", recent=[3.5])
     assert beat.to_epoch(beat.step_time) == pytest.approx(START + 3.5)
+
+
+class StepClock:
+    """A clock that is one tick later after each step of a heartbeat, so that own time is one tick a step after the first."""
+
+    def __init__(self):
+        self.writer = None
+
+    def __call__(self):
+        return TICK_NS * (self.writer.steps if self.writer else 0)
+
+
+def create_writer(clock, file):
+    """Create the heartbeat whose steps move the clock."""
+    clock.writer = Heartbeat(file)
+    return clock.writer
+
+
+def train(writer, steps):
+    for _ in range(steps):
+        writer.count_step(OPTIMIZER)
+
+
+def build_ticks(steps):
+    return Totals(steps, *[(steps - 1) * TICK_NS / 1e9] * 2, *[0] * 7)
+
+
+def assert_is_complete(beat, least):
+    """Compare the history with that of steps of one tick, at least up to a step, and the ring with the last steps."""
+    entries = tuple(beat.history)
+    stride = round(entries[1].steps - entries[0].steps) if len(entries) > 1 else 1
+    assert stride.bit_count() == 1, "a power of two"
+    assert len(entries) >= env.BEAT_HISTORY // 2 or stride == 1
+    assert entries == tuple(build_ticks(1 + stride * number) for number in range(len(entries)))
+    assert not entries or entries[-1].steps + stride > least
+    first = beat.steps - len(beat.recent)
+    assert beat.recent == tuple(step * TICK_NS / 1e9 for step in range(first, beat.steps))
+
+
+@settings(max_examples=30)
+@given(parts=st.lists(st.integers(0, 3000), max_size=5))
+def test_the_history_is_the_thinned_sequence_of_measured_steps_and_the_file_never_grows(
+    parts, tmp_path_factory
+):
+    file = tmp_path_factory.mktemp("rank") / "beat"
+    with pytest.MonkeyPatch.context() as patch:
+        clock = StepClock()
+        patch.setattr(heartbeat, "monotonic_ns", clock)
+        writer = create_writer(clock, file)
+        for steps in parts:
+            train(writer, steps)
+            beat = Beat.read(file)
+            assert (beat.steps, file.stat().st_size) == (writer.steps, env.BEAT_SIZE)
+            assert len(beat.recent) == min(beat.steps, env.BEAT_RECENT)
+            assert beat.totals == (build_ticks(beat.steps) if beat.steps else build_totals(0))
+            assert_is_complete(beat, beat.steps)
+
+
+def write_in_rounds(path, ended):
+    """Train repeatedly, each time on a new file, until the reader ends."""
+    clock = heartbeat.monotonic_ns = StepClock()
+    for number in itertools.count():
+        new = path.with_name(f"new{number}")
+        clock.writer = None
+        writer = create_writer(clock, new)
+        new.replace(path)
+        train(writer, 3 * env.BEAT_HISTORY)
+        if ended.is_set():
+            os._exit(0)
+
+
+def test_a_reader_never_sees_a_torn_history_or_ring(tmp_path):
+    file = tmp_path / "beat"
+    context = multiprocessing.get_context("fork")
+    ended = context.Event()
+    process = context.Process(target=write_in_rounds, args=(file, ended))
+    process.start()
+    try:
+        lengths = set()
+        deadline = time.monotonic() + 1.5
+        while time.monotonic() < deadline or len(lengths) < 2:
+            assert process.is_alive()
+            if (beat := Beat.read(file)) is not None and beat.history:
+                lengths.add(len(beat.history))
+                assert_is_complete(beat, 0)
+    finally:
+        ended.set()
+        process.join(limit(30))
+    assert process.exitcode == 0
