@@ -214,7 +214,10 @@ def describe_part(slow: Sequence[Totals], every: Sequence[Totals]) -> str:
     if get_excess(name) < _MIN_EXCESS * get_excess("own"):
         return "; no single part of its steps explains it"
     own, median = compare(name)
-    return f"; mostly {PARTS[name]}: {format_step_time(own)} instead of {format_step_time(median)}"
+    # Without batches that are seen, this part begins at the last step.
+    has_batches = name != "forward" or all(means.data for means in slow)
+    text = PARTS[name] if has_batches else "before backward passes"
+    return f"; mostly {text}: {format_step_time(own)} instead of {format_step_time(median)}"
 
 
 def format_number(value: float) -> str:

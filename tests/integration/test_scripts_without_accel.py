@@ -61,8 +61,7 @@ def test_the_steps_of_a_script_of_torch_are_counted(raw, home, options):
     for rank in read_ranks(home):
         assert (rank["steps"], rank["state"]) == (30, "ended")
         assert rank["steps_per_s_mean"] > 0
-        assert rank["forward_time_s"] > 0
-        assert rank["rest_time_s"] > 0.09
+        assert rank["forward_time_s"] > 0.09, "without a loader, from the last step on"
         # A single process waits for no other.
         assert (rank["wait_time_s"] > 0) == bool(options)
 

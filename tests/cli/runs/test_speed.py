@@ -19,7 +19,7 @@ from accel_cli.runs.speed import (
 def build_speed(own=0.6, *, steps=200, step_time=1.0, host="a", **changes):
     """Return the speed of a rank that spends its own time in forward passes, unless `changes` has others."""
     values = {
-        "data": 0.0,
+        "data": 0.001,
         "forward": own,
         "backward": 0.01,
         "update": 0.0,
@@ -45,17 +45,19 @@ def test_a_rank_with_more_own_time_than_most_is_named():
 @pytest.mark.parametrize(
     ("parts", "ending"),
     [
-        ({"data": 0.4}, "; mostly waiting for data: 400 ms instead of 0 ms"),
+        ({"data": 0.4}, "; mostly waiting for data: 400 ms instead of 1 ms"),
         ({"forward": 0.45, "data": 0.15}, "; mostly in forward passes: 450 ms instead of 200 ms"),
+        ({"forward": 0.45, "data": 0.0}, "; mostly before backward passes: 450 ms instead of 200 ms"),
         ({"backward": 0.5}, "; mostly in backward passes: 500 ms instead of 100 ms"),
         ({"update": 0.3}, "; mostly in updates (clipping, optimizer step): 300 ms instead of 0 ms"),
-        ({}, "; mostly between steps: 600 ms instead of 300 ms"),
+        ({}, "; mostly between steps: 599 ms instead of 299 ms"),
         ({"backward": 0.0}, "; no single part of its steps explains it"),
         ({"forward": 0.3, "data": 0.1, "update": 0.1}, "; no single part of its steps explains it"),
     ],
     ids=[
         "data",
         "forward",
+        "a script that loads its data itself",
         "backward",
         "update",
         "rest",

@@ -115,7 +115,7 @@ def write_complete(base, name="20270115-080000-train-1", slow=1, **record):
     for attempt, begin in ((0, 0), (1, 52)):
         for rank in (0, 1):
             busy = 0.3 if rank == slow else 0.1
-            # All own time is that of forward passes.
+            # All own time is that before backward passes.
             totals = [(begin + number, busy * number, 0, busy * number) for number in range(1, 40)]
             folder.beat(rank, totals, attempt)
     folder.lines(
@@ -156,7 +156,7 @@ def test_the_rank_with_the_longest_own_time_is_named_and_its_line_is_above(repor
     write_complete(runs, slow=1)
     page = report()
     assert (
-        "Rank 1 has the longest own time, 0.3 s a step on average: 3.0 times the median of 0.1 s; mostly in forward passes: "
+        "Rank 1 has the longest own time, 0.3 s a step on average: 3.0 times the median of 0.1 s; mostly before backward passes: "
         "300 ms instead of 100 ms. It delays the other ranks." in page.text
     )
     lines = {trace["name"]: trace["y"] for trace in page.traces("Own time by rank")}
