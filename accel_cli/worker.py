@@ -37,6 +37,7 @@ from typing import Any
 __all__ = [
     "CHILD_STACK_SIGNAL",
     "EXIT_FILE",
+    "HOOKS",
     "NOTE_FILE",
     "PYTHON_MODULES",
     "REPLICA_COUNT_FILE",
@@ -89,7 +90,7 @@ _LAUNCHER_STDERR = "/proc/{}/fd/2"
 _PYTHON_EXCEPTHOOK = sys.__excepthook__
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 """The folder of the files that lead to the script."""
-_HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "observe" / "torch_hooks.py")
+HOOKS = str(Path(__file__).parents[1] / "accel_runtime" / "observe" / "torch_hooks.py")
 """The functions between the script and torch's own."""
 _SAFE_PATH = getattr(sys.flags, "safe_path", False)
 """Set by `PYTHONSAFEPATH` (Python 3.11): the script's folder is not added to `sys.path`."""
@@ -539,7 +540,7 @@ def strip_frames(error: BaseException) -> TracebackType | None:
         frames = frames.tb_next
     last = frames
     while last:
-        while last.tb_next and last.tb_next.tb_frame.f_code.co_filename == _HOOKS:
+        while last.tb_next and last.tb_next.tb_frame.f_code.co_filename == HOOKS:
             last.tb_next = last.tb_next.tb_next
         last = last.tb_next
     return frames

@@ -396,6 +396,8 @@ _PACKAGE = f'File "{Path(worker.__file__).parent}/'
 """The start of a frame of accel, which leads to the script."""
 _HANDLER = f'File "{worker.__file__}"'
 """The innermost frame of a forked child that writes its stack."""
+_HOOK = f'File "{worker.HOOKS}"'
+"""The frames between those of the script and of torch, while the heartbeat measures a step."""
 _THREAD = re.compile(r"^(?=Thread 0x|Current thread 0x)", re.MULTILINE)
 _PROCESS_STATES = {
     "T": "it is stopped",
@@ -597,8 +599,9 @@ def _read_stacks(folder: RankFolder, offset: int) -> Stacks | None:
 
 
 def _parse_frames(block: str) -> tuple[str, ...]:
-    """Parse the frames of a thread, without those of accel that lead to the script, or write the stack."""
-    frames = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
+    """Parse the frames of a thread, without those of accel that lead to the script, write the stack, or measure."""
+    lines = [line.strip() for line in block.splitlines() if line.startswith("  File ")]
+    frames = [line for line in lines if not line.startswith(_HOOK)]
     while frames and frames[0].startswith(_HANDLER):
         del frames[0]
     # A library may start the threads in which accel runs the script.

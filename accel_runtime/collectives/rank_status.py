@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore
+from accel_runtime.observe import torch_hooks
 from accel_runtime.observe.call_sites import call_site_of_frame
 from accel_runtime.observe.heartbeat import Progress, ProgressCounts
 
@@ -304,6 +305,8 @@ def _get_torch_collective(frame: Any) -> str:
 
     Not a function around it: wrappers of modules call the model.
     """
+    while frame is not None and frame.f_code.co_filename == torch_hooks.__file__:  # it measures the wait
+        frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     if not file.startswith(_COLLECTIVES) or file.startswith(_OWN_WORK):
         return ""
