@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
         from accel_runtime.observe.collective_trace import serve_trace_requests  # noqa: PLC0415
         from accel_runtime.observe.torch_hooks import watch_progress  # noqa: PLC0415
 
-        watch_progress()
+        watch_progress(_create_heartbeat)
         wait_at_group_end()
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
@@ -132,6 +132,12 @@ def main(arguments: list[str]) -> None:
     atexit.register(wait_for_collectives)
     prepare_script(kind)
     run_script(lambda: execute(kind, sys.argv[0]), Path(error_file) if error_file else None)
+
+
+def _create_heartbeat() -> None:
+    from accel_runtime.observe.heartbeat import heartbeat  # noqa: PLC0415 - scripts that do not train need not import it
+
+    heartbeat()
 
 
 def _report_limits(module: ModuleType) -> None:

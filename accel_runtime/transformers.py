@@ -25,8 +25,9 @@ from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import parse_json, print_note
 from accel_runtime.foundation.torch_internals import default_store
-from accel_runtime.monitoring.recording import rank_recorder
-from accel_runtime.observe.heartbeat import LoaderEpoch, heartbeat
+from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.progress import LoaderEpoch
+from accel_runtime.observe.recording import rank_recorder
 
 try:
     from transformers import TrainerCallback

@@ -80,6 +80,7 @@ READ_THE_ENVIRONMENT = (
     # As the facade of an Accelerator: whether it resumes, and its run.
     "accel_runtime/transformers.py",
     "accel_runtime/observe/heartbeat.py",
+    "accel_runtime/observe/progress.py",
     "accel_runtime/observe/torch_hooks.py",
 )
 

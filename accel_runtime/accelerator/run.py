@@ -19,7 +19,7 @@ from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
 from accel_runtime.foundation.options import AutocastKwargs, GradScalerKwargs
 from accel_runtime.foundation.precision import FORMATS
-from accel_runtime.monitoring.recording import RankRecorder, rank_recorder
+from accel_runtime.observe.recording import RankRecorder, rank_recorder
 from accel_runtime.parallel import choose_strategy
 from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.strategy import Strategy

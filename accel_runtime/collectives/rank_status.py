@@ -28,7 +28,7 @@ from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore
 from accel_runtime.observe import torch_hooks
 from accel_runtime.observe.call_sites import call_site_of_frame
-from accel_runtime.observe.heartbeat import Progress, ProgressCounts
+from accel_runtime.observe.progress import Progress, ProgressCounts
 
 __all__ = ["NO_ANSWER", "RankStatus", "StatusService"]
 

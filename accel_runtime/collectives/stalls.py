@@ -22,7 +22,8 @@ from accel_runtime.collectives.rank_status import NO_ANSWER, RankStatus, StatusS
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.foundation.torch_internals import TORCH, PrefixStore, TCPStore
 from accel_runtime.observe.call_sites import CallSite, call_site, user_call_sites
-from accel_runtime.observe.heartbeat import ProgressCounts, heartbeat
+from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.progress import ProgressCounts
 
 __all__ = [
     "MissingRanks",

@@ -44,7 +44,8 @@ from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
 from accel_runtime.observe.call_sites import call_site
-from accel_runtime.observe.heartbeat import LoaderEpoch, heartbeat
+from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.progress import LoaderEpoch
 from accel_runtime.observe.throughput import TokenCounter
 from accel_runtime.storage.schema import FieldError, read_value, write_record
 

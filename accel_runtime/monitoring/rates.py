@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from accel_runtime.observe.heartbeat import Progress
+from accel_runtime.observe.progress import Progress
 
 __all__ = ["RateMeter"]
 

@@ -57,14 +57,9 @@ def find_peak_flops(device: str, dtype: str, *, allows_tf32: bool) -> int:
 
 
 class StepFlops:
-    """Counts the operations of one step of this rank, between the ends of two steps.
+    """Counts the operations of one step of this rank, between the ends of two steps."""
 
-    Args:
-        torch: The module that the script has imported.
-    """
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self) -> None:
         self._counter: Any = None
         self._results: Counter[tuple[Any, Any]] = Counter()
         """Elements of the results of the counted kernels, by number format and device."""
@@ -88,14 +83,14 @@ class StepFlops:
         self._counter.__enter__()
 
     def _end(self, progress: Any) -> None:
+        import torch  # noqa: PLC0415 - as above
+
         self._counter.__exit__(None, None, None)
         (dtype, device), _ = max(self._results.items(), key=lambda item: item[1], default=((None, None), 0))
         peak = 0
         if device is not None and device.type != "cpu":
-            name = getattr(self._torch.get_device_module(device.type), "get_device_name", lambda _: "")(
-                device
-            )
-            allows_tf32 = self._torch.get_float32_matmul_precision() != "highest"
+            name = getattr(torch.get_device_module(device.type), "get_device_name", lambda _: "")(device)
+            allows_tf32 = torch.get_float32_matmul_precision() != "highest"
             peak = find_peak_flops(name, str(dtype).removeprefix("torch."), allows_tf32=allows_tf32)
         progress.record_flops(self._counter.get_total_flops(), peak)
 

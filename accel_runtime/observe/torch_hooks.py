@@ -19,7 +19,7 @@ from accel_runtime.environment.import_hooks import call_after_import, call_after
 from accel_runtime.observe.throughput import TOKENS_KEY, count_elements, count_samples
 
 if TYPE_CHECKING:
-    from accel_runtime.observe.heartbeat import Heartbeat, Part, TorchEpoch
+    from accel_runtime.observe.progress import MeasuredProgress, Part, TorchEpoch
 
 __all__ = ["TorchHooks", "observe", "watch_progress"]
 
@@ -32,16 +32,21 @@ _COLLECTIVES = (
 """Beginnings of the names of methods of a process group that communicate (torch 2.9 to 2.13)."""
 
 
-def watch_progress() -> None:
-    """Record the progress of this process once it has imported torch."""
-    _get_hooks().watch()
+def watch_progress(create: Callable[[], object]) -> None:
+    """Record the progress of this process once it has imported torch.
+
+    Args:
+        create: Creates the heartbeat, which calls `observe`, at the first step of an optimizer or loop over a loader.
+    """
+    _get_hooks().watch(create)
 
 
-def observe(progress: Heartbeat) -> None:
-    """Let the hooks in torch record the progress of this process."""
+def observe(progress: MeasuredProgress) -> TorchHooks:
+    """Let the hooks in torch record the progress of this process, and return them."""
     hooks = _get_hooks()
-    hooks.watch()
+    hooks.watch(None)
     hooks.begin(progress)
+    return hooks
 
 
 @lru_cache(maxsize=1)
@@ -56,8 +61,9 @@ class TorchHooks:
     """
 
     def __init__(self) -> None:
-        self.progress: Heartbeat | None = None
-        self._creates_progress, self._is_watching = True, False
+        self.progress: MeasuredProgress | None = None
+        self._create: Callable[[], object] | None = None
+        self._is_watching = False
         self._thread = threading.get_ident()
         self._is_compiling: Callable[[], bool] = bool
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -71,35 +77,27 @@ class TorchHooks:
 
     def _forget(self) -> None:
         """Record nothing in a process that the script has forked."""
-        self.progress, self._creates_progress = None, False
+        self.progress = self._create = None
 
-    def watch(self) -> None:
+    def watch(self, create: Callable[[], object] | None) -> None:
         """Install the hooks that count, once torch is imported."""
+        self._create = create
         if not self._is_watching:
             self._is_watching = True
             call_after_torch_import(self._install)
 
-    def begin(self, progress: Heartbeat) -> None:
+    def begin(self, progress: MeasuredProgress) -> None:
         """Record the progress of this process."""
-        from accel_runtime.environment.layouts import read_switch  # noqa: PLC0415 - at first use: 0.1 s
-        from accel_runtime.environment.settings import variable_name  # noqa: PLC0415
-        from accel_runtime.observe.flops import StepFlops  # noqa: PLC0415
-
         self.follow_thread()
-        self.progress, self._creates_progress = progress, False
-        variable = variable_name("measure_flops")
-        measures_flops = read_switch(variable, os.environ.get(variable, ""))
-        progress.observe(self, StepFlops(sys.modules["torch"]) if measures_flops else None)
+        self.progress, self._create = progress, None
 
-    def find(self) -> Heartbeat | None:
+    def find(self) -> MeasuredProgress | None:
         """Return the heartbeat of this process; None without one, and in other threads."""
         if threading.get_ident() != self._thread:
             return None
-        if self.progress is None and self._creates_progress:
-            from accel_runtime.observe.heartbeat import heartbeat  # noqa: PLC0415 - as above
-
-            self._creates_progress = False
-            heartbeat()  # it calls `observe`
+        if self._create is not None:
+            create, self._create = self._create, None
+            create()
         return self.progress
 
     def follow_thread(self) -> None:
@@ -133,7 +131,7 @@ class TorchHooks:
             return
         progress = self.progress
         if progress is None:
-            if self._creates_progress:
+            if self._create is not None:
                 self.follow_thread()
             progress = self.find()
         if progress is not None:
@@ -158,7 +156,7 @@ class TorchHooks:
 
     def find_part(self) -> Part:
         """Return the part of a step that the followed thread is in, by its stack."""
-        from accel_runtime.observe.heartbeat import Part  # noqa: PLC0415 - as above
+        from accel_runtime.observe.progress import Part  # noqa: PLC0415 - as above
 
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001
         while frame is not None:
@@ -335,8 +333,8 @@ class _TorchEpochs:
         if self._next is not None and not (self._is_measuring or self._examined):
             self._next.remove()
 
-    def _begin_epoch(self, progress: Heartbeat, iterator: Any) -> None:
-        from accel_runtime.observe.heartbeat import TorchEpoch  # noqa: PLC0415 - at first use: 0.1 s
+    def _begin_epoch(self, progress: MeasuredProgress, iterator: Any) -> None:
+        from accel_runtime.observe.progress import TorchEpoch  # noqa: PLC0415 - at first use: 0.1 s
 
         key, state = id(iterator), vars(iterator)
         length = _find_length(iterator)
@@ -365,20 +363,22 @@ class _TorchEpochs:
             epoch.release()
 
     def _build_next(self, replacement: _Replacement) -> Callable[..., Any]:
+        from accel_runtime.observe.progress import Part  # noqa: PLC0415 - as above
+
         def load(iterator: Any) -> Any:
             progress = self._hooks.find()
             if progress is None or self._depth:  # a data set may have a loader of its own
                 return replacement.original(iterator)
-            progress.request_batch()
+            progress.begin_part(Part.DATA)
             self._depth += 1
             try:
                 batch = replacement.original(iterator)
             except StopIteration:
-                progress.end_loop()
+                progress.begin_part(Part.REST)
                 raise
             finally:
                 self._depth -= 1
-            progress.return_batch()
+            progress.begin_part(Part.FORWARD)
             if id(iterator) in self._examined:
                 self._examine(id(iterator), iterator, batch)
             return batch

@@ -16,7 +16,8 @@ from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
-from accel_runtime.observe.heartbeat import Progress, heartbeat
+from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.progress import Progress
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.loss_scaler import LossScaler

@@ -34,7 +34,7 @@ def watch(path: Path) -> Iterator[RankFolder]:
         patch.object(torch_hooks, "_get_hooks", lambda: hooks),
     ):
         try:
-            torch_hooks.watch_progress()
+            torch_hooks.watch_progress(heartbeat.heartbeat)
             yield RankFolder(path)
         finally:
             if isinstance(hooks.progress, heartbeat.Heartbeat):

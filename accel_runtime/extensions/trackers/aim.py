@@ -7,7 +7,8 @@ from typing import Any
 import aim
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process, split_curves
+from accel_runtime.foundation.logged_values import split_curves
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["AimTracker"]
 

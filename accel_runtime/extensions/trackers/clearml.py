@@ -9,7 +9,8 @@ from typing import Any
 from clearml import Task
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process, split_numbers
+from accel_runtime.foundation.logged_values import split_numbers
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["ClearMLTracker"]
 

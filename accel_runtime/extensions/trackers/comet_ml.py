@@ -7,7 +7,8 @@ from typing import Any
 import comet_ml
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, flatten_values, on_main_process
+from accel_runtime.foundation.logged_values import flatten_values
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["CometMLTracker"]
 

@@ -8,7 +8,8 @@ import dvclive
 from dvclive.plots import Metric
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, flatten_values, on_main_process
+from accel_runtime.foundation.logged_values import flatten_values
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["DVCLiveTracker"]
 

@@ -13,13 +13,8 @@ import mlflow
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import (
-    BuiltInTracker,
-    add_suffix,
-    flatten_values,
-    on_main_process,
-    split_numbers,
-)
+from accel_runtime.foundation.logged_values import add_suffix, flatten_values, split_numbers
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["MLflowTracker"]
 

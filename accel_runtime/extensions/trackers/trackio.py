@@ -7,7 +7,8 @@ from typing import Any
 import trackio
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import RunTracker, on_main_process, to_numbers
+from accel_runtime.foundation.logged_values import to_numbers
+from accel_runtime.monitoring.tracking.base import RunTracker, on_main_process
 
 __all__ = ["TrackioTracker"]
 

@@ -24,13 +24,12 @@ from typing_extensions import override
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import find_nearest
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.logged_values import mask_login, mask_secrets
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.monitoring.tracking.base import (
     BlankTracker,
     BuiltInTracker,
     GeneralTracker,
-    mask_login,
-    mask_secrets,
     on_main_process,
 )
 

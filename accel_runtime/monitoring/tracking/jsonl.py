@@ -10,15 +10,10 @@ from typing import Any, TextIO
 
 from typing_extensions import override
 
+from accel_runtime.foundation.logged_values import finite_or_text, to_number, with_text_names
 from accel_runtime.monitoring.logging import find_topology
-from accel_runtime.monitoring.recording import rank_recorder
-from accel_runtime.monitoring.tracking.base import (
-    BuiltInTracker,
-    finite_or_text,
-    on_main_process,
-    to_number,
-    with_text_names,
-)
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
+from accel_runtime.observe.recording import rank_recorder
 
 __all__ = ["JSONLTracker"]
 

@@ -11,14 +11,8 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
-from accel_runtime.monitoring.tracking.base import (
-    BuiltInTracker,
-    flatten_values,
-    on_main_process,
-    split_numbers,
-    to_number,
-    with_text_names,
-)
+from accel_runtime.foundation.logged_values import flatten_values, split_numbers, to_number, with_text_names
+from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["TensorBoardTracker"]
 

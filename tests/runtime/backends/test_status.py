@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from accel_runtime import Accelerator, RankLostError
 from accel_runtime.collectives.rank_status import StatusService
-from accel_runtime.observe.heartbeat import LoaderEpoch, Progress, ProgressCounts
+from accel_runtime.observe.progress import LoaderEpoch, Progress, ProgressCounts
 
 
 @pytest.fixture(autouse=True, scope="module")

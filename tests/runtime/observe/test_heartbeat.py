@@ -16,7 +16,9 @@ from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import heartbeat as heartbeat_module
+from accel_runtime.observe import progress
 from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
+from accel_runtime.observe.progress import Part
 
 
 @pytest.fixture
@@ -121,7 +123,8 @@ class Timed(torch.nn.Linear):
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(heartbeat_module, "monotonic_ns", clock)
+    for module in (heartbeat_module, progress):
+        monkeypatch.setattr(module, "monotonic_ns", clock)
     return clock
 
 
@@ -196,9 +199,9 @@ def test_steps_between_measured_ones_count_as_those_but_an_evaluation_does_not(t
     beat, optimizer = Heartbeat(tmp_path / "beat"), torch.optim.SGD([torch.zeros(1)])
 
     def step(forward_ns, rest_ns):
-        beat.return_batch()
+        beat.begin_part(Part.FORWARD)
         clock.now += forward_ns
-        beat.request_batch()
+        beat.begin_part(Part.DATA)
         clock.now += rest_ns
         beat.count_step(optimizer)
 

@@ -24,8 +24,8 @@ import torch
 import yaml
 
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.logged_values import flatten_values
 from accel_runtime.monitoring.tracking import TRACKERS, Trackers
-from accel_runtime.monitoring.tracking.base import flatten_values
 
 PACKAGED = sorted(set(TRACKERS) - {"jsonl", "tensorboard"})
 

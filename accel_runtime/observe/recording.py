@@ -15,13 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_runtime.environment.settings import CHECKPOINTS, CONFIGURATION, DESCRIPTION, METRICS
+from accel_runtime.foundation.logged_values import finite_or_text, mask_secrets, to_number, with_text_names
 from accel_runtime.foundation.nested import has_dtensor
-from accel_runtime.monitoring.tracking.base import (
-    finite_or_text,
-    mask_secrets,
-    to_number,
-    with_text_names,
-)
 from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
 
 __all__ = ["BoundedLog", "RankRecorder", "rank_recorder"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_runtime.monitoring.tracking.base import (
+from accel_runtime.foundation.logged_values import (
     flatten_values,
     mask_secrets,
     split_curves,

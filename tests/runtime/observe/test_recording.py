@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.environment.settings import RANK_FOLDER
-from accel_runtime.monitoring import recording
-from accel_runtime.monitoring.recording import BoundedLog
+from accel_runtime.observe import recording
 from accel_runtime.observe.heartbeat import Heartbeat
+from accel_runtime.observe.recording import BoundedLog
 
 
 @pytest.fixture
