@@ -235,18 +235,18 @@ MUTATIONS = (
     ),
     Mutation(
         "model that averages once",
-        "accel_runtime.training.accumulation:_Model.end_backward",
+        "accel_runtime.checks.averaging:_Model.end_backward",
         set_value("averaging", "True"),
         (
-            "tests/runtime/test_averaging_check.py::test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line",
+            "tests/runtime/checks/test_averaging.py::test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line",
         ),
     ),
     Mutation(
         "batch of another rank",
-        "accel_runtime.training.accumulation:FirstInput._compare",
+        "accel_runtime.checks.inputs:FirstInput._compare",
         force_condition("fingerprint", False),
         (
-            "tests/runtime/test_identical_batches.py::test_different_batches_and_prepared_loaders_are_not_reported",
+            "tests/runtime/checks/test_inputs.py::test_different_batches_and_prepared_loaders_are_not_reported",
         ),
     ),
     Mutation(
@@ -335,10 +335,10 @@ MUTATIONS = (
     ),
     Mutation(
         "objects that differ over the ranks",
-        "accel_runtime.accelerator.consistency:check_consistent",
+        "accel_runtime.checks.consistency:check_consistent",
         force_condition("all", True),
         (
-            "tests/runtime/accelerator/test_consistency.py::test_objects_that_differ_between_ranks_are_rejected_on_every_rank",
+            "tests/runtime/checks/test_consistency.py::test_objects_that_differ_between_ranks_are_rejected_on_every_rank",
         ),
     ),
     Mutation(

@@ -90,7 +90,7 @@ LAYERS = {
         # Module paths of Accelerate, without code.
         "big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config scheduler state tracking",
         "notebook probe selfcheck transformers",
-        "compat", "accelerator", "checkpoint", "export", "data", "training", "parallel", "monitoring", "backends", "storage",
+        "compat", "accelerator", "checkpoint", "export", "checks", "data", "training", "parallel", "monitoring", "backends", "storage",
         "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (

@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_runtime.accelerator.consistency import check_consistent, collect_option_facts
 from accel_runtime.accelerator.description import LoaderFacts, describe_run, loader_facts
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.unprepared import explain_unprepared
+from accel_runtime.checks.consistency import check_consistent, collect_option_facts
+from accel_runtime.checks.inputs import FirstInput
 from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
@@ -33,7 +34,6 @@ from accel_runtime.observe.heartbeat import heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch, list_meta_tensors, refuse_meta_model
 from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 from accel_runtime.storage.errors import format_names
-from accel_runtime.training.accumulation import FirstInput
 from accel_runtime.training.compile import compile_in_place
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.scheduler import PreparedScheduler

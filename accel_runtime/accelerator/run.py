@@ -14,6 +14,9 @@ from torch import nn
 from accel_runtime.accelerator.options import RunOptions
 from accel_runtime.backends import current_loops
 from accel_runtime.backends.base import Backend
+from accel_runtime.checks.averaging import AveragingCheck
+from accel_runtime.checks.bypasses import BypassCheck
+from accel_runtime.checks.replicas import ReplicaCheck
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
@@ -24,13 +27,11 @@ from accel_runtime.parallel import choose_strategy
 from accel_runtime.parallel.big_modeling import MetaModels
 from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import AllGatherObjects
-from accel_runtime.training.accumulation import Accumulation, AveragingCheck
-from accel_runtime.training.bypass_check import BypassCheck
+from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.gradients import Gradients
 from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision
-from accel_runtime.training.replica_check import ReplicaCheck
 from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = ["PreparedObjects", "Run"]

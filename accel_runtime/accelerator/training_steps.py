@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.run import Run
+from accel_runtime.checks.losses import LossCheck
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import heartbeat
 from accel_runtime.training.accumulation import MicroBatch
-from accel_runtime.training.loss_check import LossCheck
 
 __all__ = ["PREEMPTION", "Preemption", "TrainingSteps"]
 

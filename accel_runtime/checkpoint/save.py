@@ -47,6 +47,7 @@ from accel_runtime.checkpoint.state_digest import (
     find_rank_specific,
 )
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
+from accel_runtime.checks.replicas import ReplicaCheck, WeightDigests
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.settings import __version__, format_size, variable_name
 from accel_runtime.foundation.tensor_bytes import copy_to_host, remember_hashes
@@ -71,7 +72,6 @@ from accel_runtime.storage.manifest import (
 )
 from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, parallel_map, split_key
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
-from accel_runtime.training.replica_check import ReplicaCheck, WeightDigests
 
 __all__ = [
     "SaveOperation",

@@ -111,11 +111,11 @@ def test_a_complete_script_is_not_reported(pair, options):
 
 def test_the_check_ends_after_eight_steps(alone):
     def count_checks():
-        from accel_runtime.training import bypass_check
+        from accel_runtime.checks import bypasses
 
-        before = set(bypass_check._ACTIVE)
+        before = set(bypasses._ACTIVE)
         train()
-        return len(set(bypass_check._ACTIVE) - before)
+        return len(set(bypasses._ACTIVE) - before)
 
     assert alone.run(count_checks) == [0]
 
@@ -268,7 +268,7 @@ def test_an_optimizer_of_another_model_is_reported_once(clusters, size, mixed_pr
         lambda: train_with_optimizer_of(parameters_of_a_copy, mixed_precision=mixed_precision)
     )
     (message,) = messages
-    assert message.startswith("The steps of SGD change nothing, at test_bypass_check.py:")
+    assert message.startswith("The steps of SGD change nothing, at test_bypasses.py:")
     assert "Create the optimizer from the parameters of the model that is trained" in message
     assert all(other == [] for other in others)
 

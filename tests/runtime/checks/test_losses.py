@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from accel_runtime.training import loss_check
-from accel_runtime.training.loss_check import LossCheck
+from accel_runtime.checks import losses as loss_check
+from accel_runtime.checks.losses import LossCheck
 
 NAN = float("nan")
 

@@ -8,7 +8,7 @@ from support.log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator, LocalSGD
-from accel_runtime.training import replica_check
+from accel_runtime.checks import replicas
 
 
 def train(change, *, passes=70, folder=None):
@@ -85,6 +85,6 @@ def test_checks_are_rare_in_a_long_run():
     numbers, number = [], 1
     while number < 5000:
         numbers.append(number)
-        number = min(number * replica_check._GROWTH, number + replica_check.CHECK_INTERVAL)
+        number = min(number * replicas._GROWTH, number + replicas.CHECK_INTERVAL)
     assert numbers[:5] == [1, 8, 64, 512, 1012]
     assert len(numbers) == 12

@@ -113,7 +113,7 @@ def test_a_backward_pass_that_averages_nothing_is_reported_once_with_its_line(pa
     assert message.startswith(
         "Gradients of Autoencoder are not averaged over the 2 processes in backward() at "
     )
-    assert "test_averaging_check.py:" in message
+    assert "test_averaging.py:" in message
     assert BYPASSED in message
 
 
@@ -265,7 +265,7 @@ def test_a_backward_pass_without_any_prepared_model_is_reported_once(pair, optio
     (message,), other = pair.run(train)
     assert other == []
     assert "no model is prepared" in message
-    assert "test_averaging_check.py:" in message
+    assert "test_averaging.py:" in message
 
 
 # Parameters outside of prepared models ------------------------------------------------------

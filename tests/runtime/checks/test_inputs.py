@@ -64,7 +64,7 @@ def evaluate_on_one_process(accelerator):
 def test_equal_batches_are_reported_once_with_the_line(pair, batches):
     (message,), other = pair.run(collect_warnings, batches)
     assert other == []
-    assert message.startswith("Ranks 0 and 1 train on the same batch, at test_identical_batches.py:")
+    assert message.startswith("Ranks 0 and 1 train on the same batch, at test_inputs.py:")
     assert "Give the DataLoader to prepare()" in message
 
 
