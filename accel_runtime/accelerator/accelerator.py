@@ -1232,8 +1232,7 @@ class Accelerator(ProcessMethods):
             None for each object.
         """
         self._run.prepared.clear()
-        self._run.checks.averaging.clear()
-        self._run.checks.bypasses.suspend()
+        self._run.checks.clear()
         self._run.accumulation.reset()
         return release_memory(*objects)
 

@@ -351,6 +351,7 @@ class Checkpointing:
             strict=strict,
             part=candidate if candidate is not None and candidate.save else None,
         )
+        self._run.checks.restart()
         self._record_checkpoint("load", checkpoint.key, began)
         return checkpoint
 

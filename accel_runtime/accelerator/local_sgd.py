@@ -52,7 +52,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._accelerator._run.checks.replicas.disable()  # noqa: SLF001 - a part of the Accelerator
+            self._accelerator._run.checks.allow_different_weights()  # noqa: SLF001 - a part of the Accelerator
             self._no_sync.enter_context(self._accelerator.no_sync(self._model))
         return self
 

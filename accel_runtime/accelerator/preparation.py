@@ -12,7 +12,6 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -21,7 +20,6 @@ from accel_runtime.accelerator.description import LoaderFacts, describe_run, loa
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.checks.consistency import check_consistent, collect_option_facts
-from accel_runtime.checks.inputs import FirstInput
 from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
@@ -119,8 +117,6 @@ class Preparation:
                 )
         if self._run.prepared.optimizers:
             self._on_prepared()
-        if self._run.backend.topology.rank == 0:
-            self._run.checks.bypasses.watch()
         self._record_description()
         return prepared[0] if len(objects) == 1 else tuple(prepared)
 
@@ -274,7 +270,7 @@ class Preparation:
         new_schedulers = [s for s in schedulers if not isinstance(s, PreparedScheduler)]
         models = self._run.strategy.prepare(new_requests, [o for o, _ in new_optimizers], new_schedulers)
         for request, model in zip(new_requests, models, strict=True):
-            self._add_model(model, averages=request.is_trained)
+            self._add_model(model, is_trained=request.is_trained)
             results[id(request.model)] = model
         for optimizer, placement in new_optimizers:
             results[id(optimizer)] = self._add_optimizer(optimizer, placement)
@@ -283,6 +279,7 @@ class Preparation:
         if self._run.strategy.shards_models and (new_requests or new_optimizers):
             # Before a forward pass, which replaces parameters by gathered ones. Others are grouped when a loss has a weight.
             self._run.gradients.find_groups()
+        self._run.checks.watch()
         return results
 
     def _check_model(self, request: ModelRequest) -> ModelRequest:
@@ -319,16 +316,11 @@ class Preparation:
                 "load the model with a device_map that offloads nothing."
             )
 
-    def _add_model(self, prepared: nn.Module, *, averages: bool) -> None:
+    def _add_model(self, prepared: nn.Module, *, is_trained: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
         if self._run.backend.may_have_padding:
             prepared.register_forward_pre_hook(ModelInputHook(self._run.loops), with_kwargs=True)
-        if self._run.backend.topology.world_size > 1 and not self._run.strategy.shards_models:
-            # They warn if gradients are not averaged, or all processes have the same batches.
-            self._run.checks.averaging.add(prepared, averages=averages)
-            first = not any(isinstance(model, DistributedDataParallel) for model in self._run.prepared.models)
-            if first and isinstance(prepared, DistributedDataParallel):
-                FirstInput(self._run.backend, lambda: self._run.loops.have_begun).watch(prepared)
+        self._run.checks.add_model(prepared, is_trained=is_trained)
         unwrap = self._run.strategy.unwrap_model
         same = [
             i for i, earlier in enumerate(self._run.prepared.models) if unwrap(earlier) is unwrap(prepared)
@@ -347,7 +339,7 @@ class Preparation:
             self._run.accumulation,
             self._run.precision.scaler,
             self._run.strategy,
-            self._build_step_check(optimizer),
+            partial(self._run.strategy.check_step, optimizer, self._run.prepared.models),
             self._run.build_gather("the loss of LBFGS"),
         )
         if self._run.options.device_placement if device_placement is None else device_placement:
@@ -355,17 +347,6 @@ class Preparation:
         self._run.prepared.optimizers.append(prepared)
         self._on_optimizer(prepared)
         return prepared
-
-    def _build_step_check(self, optimizer: torch.optim.Optimizer) -> Callable[[], bool] | None:
-        """Return the check of an optimizer before its first step; None on one process."""
-        if self._run.backend.topology.world_size == 1 and not self._run.strategy.shards_models:
-            return None
-        return partial(self._check_step, optimizer)
-
-    def _check_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Check an optimizer before a step; return whether no further step has to be checked."""
-        self._run.strategy.check_step(optimizer, self._run.prepared.models)
-        return self._run.strategy.shards_models or self._run.checks.averaging.check_optimizer(optimizer)
 
     def _count_strides(self) -> int:
         """Return the number of scheduler steps per training step: schedules count batches of one process."""

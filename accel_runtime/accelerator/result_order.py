@@ -1,6 +1,6 @@
 """Check that a script assigns the results of `prepare` in the order of its arguments.
 
-Two loaders or two models that are exchanged train without an error. See docs/design/replicated-models.md.
+Two loaders or two models that are exchanged train without an error. See docs/design/checks.md.
 """
 
 from __future__ import annotations

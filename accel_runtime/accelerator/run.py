@@ -14,9 +14,7 @@ from torch import nn
 from accel_runtime.accelerator.options import RunOptions
 from accel_runtime.backends import current_loops
 from accel_runtime.backends.base import Backend
-from accel_runtime.checks.averaging import AveragingCheck
-from accel_runtime.checks.bypasses import BypassCheck
-from accel_runtime.checks.replicas import ReplicaCheck
+from accel_runtime.checks.checks import Checks
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.data.loader import PreparedLoader, check_model_parallel_ranks
@@ -73,15 +71,6 @@ class PreparedObjects:
 
 
 @dataclass(frozen=True)
-class Checks:
-    """Checks that a script trains one model on all ranks."""
-
-    averaging: AveragingCheck
-    replicas: ReplicaCheck
-    bypasses: BypassCheck
-
-
-@dataclass(frozen=True)
 class Run:
     """The parts of a run that several parts of an `Accelerator` use."""
 
@@ -100,6 +89,7 @@ class Run:
     """The loops over prepared loaders."""
     prepared: PreparedObjects
     checks: Checks
+    """Checks of how the script trains."""
     recorder: RankRecorder | None
     """Records for the launcher; None without one."""
 
@@ -121,11 +111,17 @@ class Run:
             scaler = LossScaler(backend.device.type, strategy.unscale_gradients, **kwargs)
         precision = Precision(mixed_precision, backend.device, options.get_kwargs(AutocastKwargs), scaler)
         gradients = Gradients(accumulation, precision, strategy, prepared.models, prepared.optimizers)
-        averaging = AveragingCheck(strategy, accumulation, prepared.models)
+        loops = ActiveLoops(
+            backend.data_rank.rank, has_padding=backend.may_have_padding, peers=current_loops()
+        )
         checks = Checks(
-            averaging,
-            ReplicaCheck(strategy, averaging.named_parameters, prepared.optimizers),
-            BypassCheck(accumulation, precision, prepared.models, prepared.optimizers, prepared.schedulers),
+            strategy,
+            accumulation,
+            precision,
+            prepared.models,
+            prepared.optimizers,
+            prepared.schedulers,
+            loops,
         )
         return cls(
             options,
@@ -134,7 +130,7 @@ class Run:
             precision,
             accumulation,
             gradients,
-            ActiveLoops(backend.data_rank.rank, has_padding=backend.may_have_padding, peers=current_loops()),
+            loops,
             prepared,
             checks,
             rank_recorder(backend.topology.rank),

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.run import Run
-from accel_runtime.checks.losses import LossCheck
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
 from accel_runtime.foundation.options import AutocastKwargs
@@ -127,7 +126,6 @@ class TrainingSteps:
         self._is_distributed = run.backend.topology.world_size > 1
         self._scales_losses = run.precision.scaler is not None
         self._progress = heartbeat()
-        self._losses = LossCheck(is_active=run.backend.topology.rank == 0)
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
         self._epoch_ends = EpochEnds(run.loops, run.accumulation, self._report_tail)
@@ -137,14 +135,13 @@ class TrainingSteps:
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
     ) -> None:
         """Run the backward pass of a loss."""
-        run = self._run
-        is_distributed, loss_scale = self._is_distributed, 1.0
+        run, checks, loss_scale = self._run, self._run.checks, 1.0
         if self._progress is not None:
             self._progress.backwards += 1
-        if is_distributed:
-            if (step := run.loops.model_step) is not None:
-                loss_scale = step.loss_scale
-            run.checks.averaging.begin_backward()
+        if self._is_distributed and (step := run.loops.model_step) is not None:
+            loss_scale = step.loss_scale
+        if checks.is_active:
+            checks.begin_backward()
         try:
             if (
                 weight is None
@@ -160,10 +157,8 @@ class TrainingSteps:
             if (explained := run.strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
-        self._losses.record(loss, weight)
-        if is_distributed:
-            run.checks.averaging.end_backward()
-            run.checks.replicas.count_backward()
+        if run.accumulation.num_backward >= checks.next_pass:
+            checks.end_backward(loss, weight)
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""
@@ -213,7 +208,7 @@ class TrainingSteps:
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Average gradients in the next backward pass inside the context."""
-        self._run.checks.averaging.expect_averaging(model)
+        self._run.checks.expect_averaging(model)
         return self._run.strategy.sync_in_backward(model)
 
     def shard_sequences(
@@ -241,7 +236,8 @@ class TrainingSteps:
 
     def autocast(self, autocast_handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         """Return the autocast context of the run."""
-        self._run.checks.bypasses.record_autocast()
+        if self._run.checks.is_active:
+            self._run.checks.record_autocast()
         return self._run.precision.autocast(
             None if autocast_handler is None else autocast_handler.to_kwargs()
         )
@@ -256,7 +252,7 @@ class TrainingSteps:
             joined = [item for item in joinables if not _is_frozen_module(item)]
             if joined and self._is_distributed and not even_batches:
                 stack.enter_context(self._run.strategy.join(joined))
-                self._run.checks.replicas.disable()
+                self._run.checks.allow_different_weights()
             yield
         if (progress := heartbeat()) is not None:
             progress.restart_counts()

@@ -6,10 +6,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.torch_internals import version_of
@@ -20,7 +22,7 @@ from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["AveragingCheck"]
 
-_LOG = logging.getLogger("accel_runtime.training.gradients")
+_LOG = logging.getLogger("accel_runtime.checks.averaging")
 _MAX_NAMES = 5
 """Number of parameters that a warning names."""
 
@@ -31,10 +33,10 @@ _Version = tuple[int, int] | None
 class AveragingCheck:
     """Warn once per model and optimizer with gradients that are not averaged over the processes.
 
-    docs/design/replicated-models.md has the reasons.
+    docs/design/checks.md has the reasons.
 
     Args:
-        strategy: The strategy of the run; the first rank writes the warnings.
+        strategy: The strategy of the run; its first rank checks.
         accumulation: Counts accumulation cycles.
         prepared: All prepared models; updated by the caller.
     """
@@ -45,19 +47,22 @@ class AveragingCheck:
         self._prepared = prepared
         self._expects_model = strategy.backend.topology.world_size > 1
         self._averaged: dict[nn.Module, set[nn.Parameter]] = {}
+        self._all_averaged: set[nn.Parameter] = set()
         self._models: list[_Model] = []
+        self._reported = WeakSet[torch.optim.Optimizer]()
 
     def add(self, prepared: nn.Module, *, averages: bool) -> None:
         """Add a prepared model; `averages` if gradients of parameters that now require one are averaged."""
         original = self._strategy.unwrap_model(prepared)
         # A model that was unwrapped and prepared again.
-        self._models = [model for model in self._models if model.original is not original]
+        for model in [model for model in self._models if model.original is original]:
+            model.stop()
+            self._models.remove(model)
         trainable = [p for p in original.parameters() if p.requires_grad and averages]
         self._averaged[original] = set(trainable)
+        self._all_averaged = set().union(*self._averaged.values())
         if isinstance(prepared, DistributedDataParallel) and trainable:
-            passes = ForwardPasses()
-            prepared.register_forward_pre_hook(passes)
-            self._models.append(_Model(prepared, original, passes))
+            self._models.append(_Model(prepared, original))
             self._separate_models()
 
     def _separate_models(self) -> None:
@@ -75,31 +80,41 @@ class AveragingCheck:
 
     def clear(self) -> None:
         """Remove all models."""
+        self.stop()
         self._averaged.clear()
+        self._all_averaged.clear()
         self._models.clear()
+
+    def start(self) -> None:
+        """Check the next backward passes."""
+        for model in self._models:
+            model.start()
+
+    def stop(self) -> None:
+        """Remove all hooks, until `start`."""
+        for model in self._models:
+            model.stop()
 
     def begin_backward(self) -> None:
         """Record the gradients before a backward pass."""
-        accumulation = self._accumulation
         if self._expects_model:
             self._expects_model = False
-            if not self._prepared and self._backend.topology.rank == 0:
+            if not self._prepared:
                 _LOG.warning(
                     "Gradients are not averaged over the %d processes in backward() at %s: no model is prepared, so each process "
                     "trains weights of its own. Give the model to prepare(), also one in a DistributedDataParallel of your own.",
                     self._backend.topology.world_size,
                     call_site(),
                 )
-        if self._models and accumulation.syncs_gradients:
+        if self._models and self._accumulation.syncs_gradients:
             for model in self._models:
                 model.begin_backward()
 
     def end_backward(self) -> None:
         """Warn if a model received gradients without a forward pass after which DDP averages them."""
-        accumulation = self._accumulation
-        if self._models and accumulation.syncs_gradients:
+        if self._models and self._accumulation.syncs_gradients:
             for model in self._models:
-                if model.end_backward() and self._backend.topology.rank == 0:
+                if model.end_backward():
                     _LOG.warning(
                         "Gradients of %s are not averaged over the %d processes in backward() at %s: no forward pass of the "
                         "prepared model belongs to them. Call the model that prepare() returned, once for each backward(): "
@@ -109,7 +124,7 @@ class AveragingCheck:
                         self._backend.topology.world_size,
                         call_site(),
                     )
-                if (repeated := model.take_repeated_gradients()) and self._backend.topology.rank == 0:
+                if repeated := model.take_repeated_gradients():
                     _LOG.warning(
                         "Gradients of %s are averaged over the %d processes in part only, in backward() at %s: DDP averages the first "
                         "gradient of a parameter, and %s received several, as activation checkpointing with use_reentrant=True does for "
@@ -126,34 +141,32 @@ class AveragingCheck:
             if model.original is self._strategy.unwrap_model(prepared):
                 model.passes.averaging = True
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Warn if an optimizer is about to apply gradients that are not averaged; return whether it does."""
-        names = {p: name for model in self._averaged for name, p in named_parameters(model)}
-        averaged = set[nn.Parameter]().union(*self._averaged.values())
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn once if an optimizer is about to apply gradients that are not averaged."""
         local = [
-            (names.get(parameter, name), parameter)
+            (name, parameter)
             for name, parameter in _named_parameters(optimizer)
-            if parameter.grad is not None and parameter not in averaged
+            if parameter.grad is not None and parameter not in self._all_averaged
         ]
-        if not local:
-            return False
-        if self._backend.topology.rank == 0:
-            text = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in local[:_MAX_NAMES])
-            _LOG.warning(
-                "%s trains %d parameters whose gradients are not averaged over the %d processes, so each process gets "
-                "weights of its own: %s%s. %s.",
-                type(optimizer).__name__,
-                len(local),
-                self._backend.topology.world_size,
-                text,
-                ", ..." if len(local) > _MAX_NAMES else "",
-                "Their model is prepared for evaluation, or they required no gradient at prepare(): set requires_grad before "
-                "prepare()"
-                if all(parameter in names for _, parameter in local)
-                else "They belong to no prepared model: give their model to prepare(), or average their gradients with "
-                "accelerator.reduce(parameter.grad, 'mean')",
-            )
-        return True
+        if not local or optimizer in self._reported:
+            return
+        self._reported.add(optimizer)
+        names = {p: name for model in self._averaged for name, p in named_parameters(model)}
+        named = [f"{names.get(parameter, name)} {list(parameter.shape)}" for name, parameter in local]
+        _LOG.warning(
+            "%s trains %d parameters whose gradients are not averaged over the %d processes, so each process gets "
+            "weights of its own: %s%s. %s.",
+            type(optimizer).__name__,
+            len(local),
+            self._backend.topology.world_size,
+            ", ".join(named[:_MAX_NAMES]),
+            ", ..." if len(local) > _MAX_NAMES else "",
+            "Their model is prepared for evaluation, or they required no gradient at prepare(): set requires_grad before "
+            "prepare()"
+            if all(parameter in names for _, parameter in local)
+            else "They belong to no prepared model: give their model to prepare(), or average their gradients with "
+            "accelerator.reduce(parameter.grad, 'mean')",
+        )
 
 
 class ForwardPasses:
@@ -171,10 +184,13 @@ class ForwardPasses:
 class _Model:
     """Model in DDP."""
 
-    def __init__(self, prepared: Any, original: nn.Module, passes: ForwardPasses) -> None:
+    def __init__(self, prepared: Any, original: nn.Module) -> None:
         self._prepared = prepared
         self.original = original
-        self.passes = passes
+        self.passes = ForwardPasses()
+        self._handle: RemovableHandle | None = None
+        self._had_steps = False
+        """True if there may have been forward passes without the hook."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._before: _Version = None
         self._all_before: Sequence[_Version] = ()
@@ -187,6 +203,21 @@ class _Model:
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Recognize the model by the gradients of these parameters; it is not checked without any."""
         self._parameters = parameters
+
+    def start(self) -> None:
+        """Record forward passes from now on."""
+        if self._handle is None:
+            self._handle = self._prepared.register_forward_pre_hook(self.passes)
+            self._num_averaged = self._unexpected = 0
+            # The backward pass of an earlier forward pass may follow.
+            self.passes.averaging = self._had_steps
+
+    def stop(self) -> None:
+        """Record no forward passes."""
+        self.take_repeated_gradients()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle, self._all_before, self._had_steps = None, (), True
 
     def begin_backward(self) -> None:
         """Record the first gradient, or all of them if the model is not expected to receive any."""

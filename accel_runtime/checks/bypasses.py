@@ -1,18 +1,16 @@
-"""Check that the first optimizer steps go through the prepared objects and `Accelerator.backward`."""
+"""Check that optimizer steps go through the prepared objects and `Accelerator.backward`."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.torch_internals import TORCH
@@ -24,9 +22,7 @@ from accel_runtime.training.scheduler import PreparedScheduler
 
 __all__ = ["BypassCheck"]
 
-_LOG = logging.getLogger("accel_runtime.training.bypasses")
-_NUM_STEPS = 8
-"""The number of optimizer steps that are checked."""
+_LOG = logging.getLogger("accel_runtime.checks.bypasses")
 _NUM_ALIKE = 2
 """The number of steps in a row that show a mistake; the end of an epoch may look like one of them."""
 
@@ -44,23 +40,16 @@ class _Seen(NamedTuple):
     """Steps in a row without a gradient, of parameters in no prepared model."""
 
 
-_ACTIVE: WeakSet[BypassCheck] = WeakSet()
-"""The checks of runs whose first steps are not over."""
-
-
 class BypassCheck:
     """Warn once for each kind of call that bypasses accel, if that changes the training.
 
     Every line that a script changes for accel can be forgotten: `backward`, an object in `prepare`, or the use of the
     object that it returned. Without accumulation and loss scaling most of it has no effect, and is not reported.
 
-    torch calls a hook before each step of any optimizer, also of one that is not prepared.
-
     Args:
         accumulation: Counts accumulation cycles.
         precision: Autocast and loss scaling of the run.
         models: The prepared models; updated by the caller, as the following.
-        optimizers: The prepared optimizers.
         schedulers: The prepared schedulers.
     """
 
@@ -69,11 +58,10 @@ class BypassCheck:
         accumulation: Accumulation,
         precision: Precision,
         models: Sequence[nn.Module],
-        optimizers: Sequence[PreparedOptimizer],
         schedulers: Sequence[PreparedScheduler],
     ) -> None:
         self._accumulation, self._precision = accumulation, precision
-        self._models, self._optimizers, self._schedulers = models, optimizers, schedulers
+        self._models, self._schedulers = models, schedulers
         self._steps = 0
         self._uses_autocast = False
         self._seen: WeakKeyDictionary[PreparedOptimizer, _Seen] = WeakKeyDictionary()
@@ -86,24 +74,31 @@ class BypassCheck:
         """Positions and calls of the prepared schedulers, at the newest step of an optimizer."""
         self._warned: set[str] = set()
 
-    def watch(self) -> None:
-        """Check the first optimizer steps of this process, unless there were that many."""
-        if self._steps < _NUM_STEPS:
-            _register_hook()
-            _ACTIVE.add(self)
+    @property
+    def num_steps(self) -> int:
+        """Return the number of optimizer steps since `begin`."""
+        return self._steps
 
-    def suspend(self) -> None:
-        """Check no further step until `watch`: those that follow are of another run."""
-        _ACTIVE.discard(self)
+    def begin(self) -> None:
+        """Count steps from 0."""
+        self._steps = 0
+
+    def forget_steps(self) -> None:
+        """Compare the next step with none before: those since the newest checked step, and counts that were loaded, are unknown."""
+        self._seen.clear()
+        self._positions.clear()
+        for scheduler in list(self._counts):
+            self._counts[scheduler] = scheduler.last_epoch
 
     def record_autocast(self) -> None:
         """Record that the script itself uses the autocast context."""
         self._uses_autocast = True
 
-    def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Check an optimizer of the process before its step; with a closure, the backward pass follows."""
+    def check_step(
+        self, optimizer: torch.optim.Optimizer, prepared: PreparedOptimizer | None, *, has_closure: bool
+    ) -> None:
+        """Check an optimizer before its step; `prepared` is the one that `prepare` returned for it."""
         kind = type(optimizer).__name__
-        prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
         if (
             prepared is not None
             and prepared.is_stepping
@@ -111,8 +106,6 @@ class BypassCheck:
         ):
             return  # another group of the same step
         self._steps += 1
-        if self._steps == _NUM_STEPS:
-            _ACTIVE.discard(self)
         if not (self._models or self._uses_autocast or self._precision.format.dtype is None):
             self._warn(
                 "model",
@@ -229,18 +222,6 @@ class BypassCheck:
         if kind not in self._warned:
             self._warned.add(kind)
             _LOG.warning("%s, at %s: %s. %s.", effect[0].upper() + effect[1:], call_site(TORCH), reason, cure)
-
-
-@cache
-def _register_hook() -> None:
-    """Register the hook, once: torch does not allow to remove it in a step, nor then when a run is collected."""
-
-    def check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            for check in list(_ACTIVE):
-                check.check_step(optimizer, has_closure=len(args) > 1 or bool(kwargs))
-
-    register_optimizer_step_pre_hook(check_step)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,7 +19,7 @@ from accel_runtime.observe.call_sites import call_site
 
 __all__ = ["FirstInput"]
 
-_LOG = logging.getLogger("accel_runtime.data")
+_LOG = logging.getLogger("accel_runtime.checks.inputs")
 _KEY = "accel/first input"
 _MAX_ELEMENTS = 1 << 16
 """Maximum number of elements of a tensor that are compared."""
@@ -40,6 +40,7 @@ class FirstInput:
 
     def watch(self, model: nn.Module) -> None:
         """Check the forward passes of a model in DDP until its input is compared."""
+        self.stop()
         if self._backend.topology.rank in {0, 1}:
             self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
 
@@ -59,6 +60,11 @@ class FirstInput:
                 self._recorded = (key, fingerprint, str(call_site(TORCH)))
                 return
             self._backend.set_store_key(key, fingerprint)
+        self.stop()
+
+    def stop(self) -> None:
+        """Remove the hook."""
+        self._recorded = None
         if self._handle is not None:
             self._handle.remove()
 

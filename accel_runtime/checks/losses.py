@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.training.accumulation import Accumulation
 
 __all__ = ["LossCheck"]
 
-_LOG = logging.getLogger("accel_runtime.training.losses")
+_LOG = logging.getLogger("accel_runtime.checks.losses")
 _INTERVAL = 128
 """Backward passes between two samples, after the first ones."""
 _DEVICES = frozenset({"cpu", "cuda", "xpu"})
@@ -39,25 +40,24 @@ class LossCheck:
     A sample is compared on the device and read at exit, so that no step waits. Passes 1, 2, 4, ... are sampled, and later
     every 128th: a loss that is NaN stays so, since it makes the parameters NaN.
 
+    It goes on to the end: most losses that become NaN do so after many steps.
+
     Args:
+        accumulation: Counts backward passes.
         is_active: Sample the losses of this process: one is enough, since the gradients are averaged.
     """
 
-    def __init__(self, *, is_active: bool = True) -> None:
-        self._count = 0
-        """Number of backward passes."""
-        self._next = 1 if is_active else 0
+    def __init__(self, accumulation: Accumulation, *, is_active: bool = True) -> None:
+        self._accumulation = accumulation
+        self.next_pass = 1 if is_active else sys.maxsize
+        """The number of the next backward pass to sample."""
         self._samples: list[_Sample] = []
         self._pid = os.getpid()
 
-    def record(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
-        """Count the loss of a backward pass, and sample it now and then."""
-        self._count += 1
-        if self._count == self._next:
-            self._sample(loss, weight)
-
-    def _sample(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
-        self._next += min(self._count, _INTERVAL)
+    def sample(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+        """Sample the loss of the newest backward pass."""
+        number = self._accumulation.num_backward
+        self.next_pass = number + min(number, _INTERVAL)
         if (
             type(loss) is not torch.Tensor
             or loss.device.type not in _DEVICES
@@ -66,10 +66,10 @@ class LossCheck:
             return
         if not self._samples:
             atexit.register(self._warn_at_exit)
-        elif self._count > _INTERVAL:
+        elif number > _INTERVAL:
             # The first ones show since when; of the others, the newest is enough.
             self._samples = [each for each in self._samples if each.number <= _INTERVAL]
-        self._samples.append(_Sample(self._count, torch.isfinite(loss.detach()).all(), weight))
+        self._samples.append(_Sample(number, torch.isfinite(loss.detach()).all(), weight))
 
     def describe(self) -> str | None:
         """Return a sentence about losses that were not finite at the end; None if they were, or none is known."""
@@ -83,7 +83,7 @@ class LossCheck:
             cure = "Check the inputs and the loss function: torch.autograd.set_detect_anomaly(True) names the operation"
         else:
             first = next(each.number for each in samples if each.number > finite[-1])
-            since = f"at the end; the first such loss was in backward pass {finite[-1] + 1} to {first} of {self._count}"
+            since = f"at the end; the first such loss was in backward pass {finite[-1] + 1} to {first} of {self._accumulation.num_backward}"
             cure = "Lower the learning rate, clip gradients with accelerator.clip_grad_norm_(), or use bf16 in place of fp16"
         return f"The loss was NaN or infinite {since}. {cure}."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ import torch
 
 from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 
 __all__ = ["CHECK_INTERVAL", "ReplicaCheck", "WeightDigests"]
 
-_LOG = logging.getLogger("accel_runtime.training.replicas")
+_LOG = logging.getLogger("accel_runtime.checks.replicas")
 CHECK_INTERVAL = 500
 """The number of backward passes between two checks; the first follow after 1, 8 and 64."""
 _GROWTH = 8
@@ -42,21 +44,30 @@ class ReplicaCheck:
     During training it waits for no rank: each one stores its hashes after the same number of backward passes, and the first
     compares them at the check after that. A save, in which all ranks take part, sends the hashes with its own.
 
+    It goes on to the end: a script may change weights of one rank, or compute gradients that are not averaged, in a later loop.
+
     Args:
         strategy: Connects the ranks, and combines their gradients.
+        accumulation: Counts backward passes.
         parameters: Yields the names and parameters whose gradients are averaged.
         optimizers: The prepared optimizers; ranks with another number of steps are not compared.
+        on_difference: Called on the first rank after the warning.
     """
 
     def __init__(
         self,
         strategy: Strategy,
+        accumulation: Accumulation,
         parameters: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         optimizers: Sequence[PreparedOptimizer],
+        on_difference: Callable[[], None],
     ) -> None:
         backend = strategy.backend
         self._backend, self._parameters, self._optimizers = backend, parameters, optimizers
-        self._passes, self._next = 0, 1
+        self._accumulation, self._on_difference = accumulation, on_difference
+        self._start = 0
+        self.next_pass = sys.maxsize
+        """The number of the next backward pass after which `compare_stored` is called."""
         self._last: WeightDigests | None = None
         # With static shapes, reading weights would compile another program.
         self._is_enabled = backend.topology.world_size > 1 and not (
@@ -67,20 +78,21 @@ class ReplicaCheck:
         """Compare no more: the weights of the ranks may differ, or their numbers of backward passes."""
         self._is_enabled = False
 
-    def count_backward(self) -> None:
-        """Count a backward pass, and check the weights if it is time."""
-        self._passes += 1
-        if self._passes == self._next:
-            self._next = min(self._next * _GROWTH, self._next + CHECK_INTERVAL)
-            if self._is_enabled:
-                self._compare_stored()
+    def restart(self) -> None:
+        """Compare after the backward passes 1, 8, 64, 512, 1012, ... from now on; called on all ranks at the same pass."""
+        self._start = self._accumulation.num_backward
+        self.next_pass = self._start + 1
 
     def compute_digests(self, hash_of: Callable[[torch.Tensor], int] = hash_tensor) -> WeightDigests | None:
         """Return the hashes of this rank for a comparison with those of the others; None if weights may differ."""
         return self._compute(hash_of) if self._is_enabled else None
 
-    def _compare_stored(self) -> None:
+    def compare_stored(self) -> None:
         """Store the hashes of now, and compare those of the check before, which all ranks have stored meanwhile."""
+        passes = self._accumulation.num_backward - self._start
+        self.next_pass = self._start + min(passes * _GROWTH, passes + CHECK_INTERVAL)
+        if not self._is_enabled:
+            return
         before, digests = self._last, self._compute()
         self._last = digests
         rank, size = self._backend.topology.rank, self._backend.topology.world_size
@@ -101,7 +113,7 @@ class ReplicaCheck:
         hashes = [hash_of(parameter) for _, parameter in named]
         steps = sum(optimizer.steps for optimizer in self._optimizers)
         text = f"{steps}:{struct.pack(f'={len(hashes)}Q', *hashes).hex()}"
-        return WeightDigests(self._passes, tuple(name for name, _ in named), text)
+        return WeightDigests(self._accumulation.num_backward, tuple(name for name, _ in named), text)
 
     def compare(self, digests: WeightDigests, gathered: Sequence[str]) -> None:
         """Warn on the first rank if the hashes of the ranks differ; `gathered` has the text of each rank."""
@@ -129,3 +141,4 @@ class ReplicaCheck:
             more,
             ", ".join(map(str, others[:_MAX_NAMES])),
         )
+        self._on_difference()

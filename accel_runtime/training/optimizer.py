@@ -35,7 +35,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         accumulation: Counts accumulation cycles.
         scaler: The loss scaler, for formats that need one.
         strategy: Steps the optimizer and clears its gradients; None steps it directly.
-        check: Called before the first, second, fourth, eighth, ... step, until it returns True.
+        check: Called before the first step; may raise.
         gather: Returns the objects of all ranks, for the losses of LBFGS; None on one process.
     """
 
@@ -45,7 +45,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         accumulation: Accumulation,
         scaler: LossScaler | None,
         strategy: Strategy | None = None,
-        check: Callable[[], bool] | None = None,
+        check: Callable[[], None] | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are those of the wrapped optimizer.
@@ -67,7 +67,6 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         self._last_step = -1
         """Number of completed cycles at the newest step."""
         self._has_warned_of_clearing = False
-        self._calls = 0
         self._used_backward = 0
         self._progress = _find_progress()
         if scaler is not None:
@@ -134,9 +133,8 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
     def _begin_step(self) -> None:
         accumulation = self._accumulation
         if self._check is not None:
-            self._calls += 1
-            if not self._calls & (self._calls - 1) and self._check():
-                self._check = None
+            self._check()
+            self._check = None
         self._used_backward = accumulation.num_backward
         self._last_step = accumulation.num_cycles
         self.steps += 1

@@ -15,8 +15,6 @@ from accel_runtime import (
     FullyShardedDataParallelPlugin,
     LocalSGD,
 )
-from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.optimizer import PreparedOptimizer
 
 BYPASSED = "no forward pass of the prepared model belongs to them"
 
@@ -39,7 +37,7 @@ class Autoencoder(nn.Module):
 
 def collect_reports(train, *args):
     """Return the messages that a training function logs on this rank."""
-    with collect_messages("accel_runtime.training.gradients") as messages:
+    with collect_messages("accel_runtime.checks.averaging") as messages:
         train(*args)
     return messages
 
@@ -346,24 +344,9 @@ def test_a_single_process_reports_nothing(alone, train):
     assert alone.run(collect_reports, train) == [[]]
 
 
-def test_an_optimizer_is_checked_at_steps_that_are_powers_of_two_until_a_finding():
-    parameter, records = nn.Parameter(torch.ones(1)), []
-
-    def record_check():
-        records.append(optimizer.steps + 1)
-        return len(records) == 4
-
-    optimizer = PreparedOptimizer(
-        torch.optim.SGD([parameter], lr=0.1), Accumulation(1), None, check=record_check
-    )
-    for _ in range(40):
-        optimizer.step()
-    assert records == [1, 2, 4, 8]
-
-
 def test_a_model_that_is_unwrapped_and_prepared_again_is_one_model(ranks, tmp_path):
     def train(folder):
-        with collect_messages("accel_runtime.training") as messages:
+        with collect_messages("accel_runtime.checks") as messages:
             accelerator = Accelerator()
             model = nn.Linear(2, 1)
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))

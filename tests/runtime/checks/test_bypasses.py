@@ -109,17 +109,6 @@ def test_a_complete_script_is_not_reported(pair, options):
     assert [messages for messages, *_ in pair.run(lambda: train(options=options))] == [[], []]
 
 
-def test_the_check_ends_after_eight_steps(alone):
-    def count_checks():
-        from accel_runtime.checks import bypasses
-
-        before = set(bypasses._ACTIVE)
-        train()
-        return len(set(bypasses._ACTIVE) - before)
-
-    assert alone.run(count_checks) == [0]
-
-
 def test_a_scheduler_of_epochs_and_a_closure_are_not_reported(alone):
     def epochs():
         with collect_messages("accel_runtime") as messages:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
+from accel_runtime.checks.inputs import FirstInput
 
 
 class Scaled(nn.Module):
@@ -27,7 +28,7 @@ class Scaled(nn.Module):
 
 def collect_warnings(batches, **options):
     """Return the messages on this rank when it trains on the batches of `batches(rank)`."""
-    with collect_messages("accel_runtime.data") as messages:
+    with collect_messages("accel_runtime.checks") as messages:
         accelerator = Accelerator(**options)
         accelerator.prepare(Scaled().requires_grad_(requires_grad=False))
         model = accelerator.prepare(Scaled())
@@ -35,7 +36,7 @@ def collect_warnings(batches, **options):
         for args, kwargs in batches(accelerator):
             with accelerator.accumulate(model):
                 accelerator.backward(model(*args, **kwargs).sum())
-        assert len(model._forward_pre_hooks) == 2  # the permanent ones
+        assert not [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, FirstInput)]
     return messages
 
 

@@ -8,6 +8,7 @@ import torch
 
 from accel_runtime.checks import losses as loss_check
 from accel_runtime.checks.losses import LossCheck
+from accel_runtime.training.accumulation import Accumulation
 
 NAN = float("nan")
 
@@ -15,6 +16,17 @@ NAN = float("nan")
 @pytest.fixture(autouse=True)
 def _without_exit(monkeypatch):
     monkeypatch.setattr(loss_check.atexit, "register", lambda function: function)
+
+
+def record(losses, weights=None, *, is_active=True):
+    """Return the check after a backward pass of each loss."""
+    accumulation = Accumulation(1)
+    check = LossCheck(accumulation, is_active=is_active)
+    for loss, weight in zip(losses, weights or [None] * len(losses), strict=True):
+        accumulation.begin_backward(weighted=False)
+        if accumulation.num_backward >= check.next_pass:
+            check.sample(torch.tensor(loss), weight)
+    return check
 
 
 @pytest.mark.parametrize(
@@ -29,17 +41,12 @@ def _without_exit(monkeypatch):
     ],
 )
 def test_losses_that_are_not_finite_at_the_end_are_described(losses, weights, text):
-    check = LossCheck()
-    for loss, weight in zip(losses, weights or [None] * len(losses), strict=True):
-        check.record(torch.tensor(loss), weight)
-    description = check.describe()
+    description = record(losses, weights).describe()
     assert text in description if text else description is None
 
 
 def test_another_rank_than_the_first_samples_nothing():
-    check = LossCheck(is_active=False)
-    check.record(torch.tensor(NAN), None)
-    assert check.describe() is None
+    assert record([NAN], is_active=False).describe() is None
 
 
 @pytest.mark.slow

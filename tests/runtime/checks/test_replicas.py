@@ -14,7 +14,7 @@ from accel_runtime.checks import replicas
 def train(change, *, passes=70, folder=None):
     """Train on different data on each rank; return the messages and the weights."""
     torch.manual_seed(0)
-    with collect_messages("accel_runtime.training.replicas") as messages:
+    with collect_messages("accel_runtime.checks.replicas") as messages:
         accelerator = Accelerator()
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.01))
@@ -66,7 +66,7 @@ def test_equal_replicas_are_not_reported(several, tmp_path):
 
 def test_weights_that_local_sgd_lets_differ_are_not_reported(pair):
     def locally():
-        with collect_messages("accel_runtime.training.replicas") as messages:
+        with collect_messages("accel_runtime.checks.replicas") as messages:
             accelerator = Accelerator()
             model = nn.Linear(2, 1)
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))

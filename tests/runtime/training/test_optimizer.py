@@ -52,6 +52,23 @@ class Run:
         return [weight.item() for weight in self.weights]
 
 
+def test_an_optimizer_is_checked_before_its_first_step_until_the_check_passes():
+    failures = [ValueError("first"), ValueError("second")]
+
+    def check():
+        if failures:
+            raise failures.pop(0)
+
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = PreparedOptimizer(torch.optim.SGD([weight], lr=1.0), Accumulation(1), None, check=check)
+    for reason in ("first", "second"):
+        with pytest.raises(ValueError, match=reason):
+            optimizer.step()
+    optimizer.step()
+    failures.append(ValueError("late"))
+    optimizer.step()
+
+
 # Accumulation cycles ---------------------------------------------------------------------
 
 
