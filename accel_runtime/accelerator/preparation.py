@@ -279,7 +279,7 @@ class Preparation:
         if self._run.strategy.shards_models and (new_requests or new_optimizers):
             # Before a forward pass, which replaces parameters by gathered ones. Others are grouped when a loss has a weight.
             self._run.gradients.find_groups()
-        self._run.checks.watch()
+        self._run.checks.watch_prepared(has_new=bool(new_requests or new_optimizers or new_schedulers))
         return results
 
     def _check_model(self, request: ModelRequest) -> ModelRequest:

@@ -30,8 +30,8 @@ NUM_STEPS = 100
 """The number of steps that are checked: backward passes, or optimizer steps if there are more of them."""
 _MIN_OPTIMIZER_STEPS = 8
 """The least number of optimizer steps that are checked: a long accumulation cycle has many backward passes."""
-_MAX_PASSES = 10_000
-"""The number of backward passes after which the checks end without so many steps of torch's optimizers."""
+_MAX_PASSES = 1000
+"""The number of backward passes after which the checks end with fewer optimizer steps: those of compiled functions call no hook."""
 
 _WATCHING: WeakSet[Checks] = WeakSet()
 """The runs that check the optimizer steps of this process."""
@@ -43,9 +43,9 @@ class Checks:
     """Checks of how the script of a run trains.
 
     The first process checks 100 steps after each `prepare` and after a checkpoint is loaded. Then all hooks are removed, and a step
-    calls no function of this package: `TrainingSteps` compares its count of backward passes with `next_pass`, which costs less
-    than 50 ns. Two checks go on, at few passes: a loss may become NaN at any time, and so may weights of replicas begin to differ.
-    The latter is also the effect of each mistake with gradients that a script makes later, and checks each step again.
+    calls no function of this package. Two checks go on, at few passes: a loss may become NaN at any time, and weights of replicas may
+    begin to differ. For both, `TrainingSteps` compares the number of backward passes with `next_pass`, in less than 50 ns. Different
+    weights are also the effect of a mistake with gradients that a script makes later: each step is checked again then.
 
     docs/design/checks.md has the reasons.
 
@@ -88,6 +88,7 @@ class Checks:
         self._start = 0
         """The number of backward passes before the steps that are checked."""
         self._min_optimizer_steps = 0
+        """0 before the first `prepare`."""
         self._ending: RemovableHandle | None = None
         """The handle of the hook that ends the checks in a backward pass."""
 
@@ -100,6 +101,11 @@ class Checks:
                 self._inputs.watch(prepared)
             self._averaging.add(prepared, averages=is_trained)
             self.replicas.restart()
+
+    def watch_prepared(self, *, has_new: bool) -> None:
+        """Check the steps after a `prepare`; one without new objects, such as for a loader of an evaluation, is no beginning."""
+        if has_new or not self._min_optimizer_steps:
+            self.watch()
 
     def watch(self) -> None:
         """Check each of the next 100 steps."""
@@ -120,8 +126,9 @@ class Checks:
     def restart(self) -> None:
         """Check the steps after a checkpoint is loaded as the first ones, and compare the weights of replicas again."""
         self._bypasses.forget_steps()
-        self.replicas.restart()
-        self.next_pass = 0
+        if self._is_replicated:
+            self.replicas.restart()
+            self.next_pass = 0
         self.watch()
 
     def clear(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from support.log_messages import collect_messages
 from support.runs.step_calls import COUNTED, StepCalls
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
 from accel_runtime.checks import checks as all_checks
@@ -104,6 +105,8 @@ def make_late_mistake(event, folder):
             run.step()
         if event == "prepare":
             run.accelerator.prepare(nn.Linear(2, 2))
+        elif event == "prepare a loader":
+            run.accelerator.prepare(DataLoader(torch.ones(4)))
         elif event == "load_state":
             run.accelerator.load_state(run.accelerator.save_state(folder))
         for _ in range(2):
@@ -111,10 +114,15 @@ def make_late_mistake(event, folder):
     return [message for message in messages if "on the same batch" not in message]
 
 
-@pytest.mark.parametrize("event", ["prepare", "load_state", "nothing"])
+@pytest.mark.parametrize("event", ["prepare", "load_state"])
+def test_one_process_has_no_gradients_to_average_after_a_resume(alone, event, tmp_path):
+    assert alone.run(make_late_mistake, event, str(tmp_path / "saved")) == [[]]
+
+
+@pytest.mark.parametrize("event", ["prepare", "load_state", "prepare a loader", "nothing"])
 def test_after_prepare_and_after_a_resume_each_step_is_checked_again(pair, event, tmp_path):
     messages, others = pair.run(make_late_mistake, event, str(tmp_path / "saved"))
-    assert len(messages) == (event != "nothing")
+    assert len(messages) == (event in {"prepare", "load_state"})
     assert all(
         "are not averaged over the 2 processes in backward() at test_checks.py:" in m for m in messages
     )
@@ -153,11 +161,12 @@ def test_a_layer_that_is_unfrozen_later_is_found(pair):
     assert others == []
 
 
-def test_a_run_that_ends_early_leaves_no_hook(alone):
+def test_the_checks_of_a_run_that_is_freed_end(alone):
     def train():
         run = Run()
         run.step()
+        before = run.accelerator._run.checks in all_checks._WATCHING
         run.accelerator.free_memory()
-        return len(all_checks._HANDLES)
+        return before, run.accelerator._run.checks in all_checks._WATCHING
 
-    assert alone.run(train) == [0]
+    assert alone.run(train) == [(True, False)]
