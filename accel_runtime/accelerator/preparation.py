@@ -20,7 +20,6 @@ from accel_runtime.accelerator.description import LoaderFacts, describe_run, loa
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.unprepared import explain_unprepared
 from accel_runtime.checks.consistency import check_consistent, collect_option_facts
-from accel_runtime.data.active_loops import ModelInputHook
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.prepare import check_loader_configuration, prepare_loader
 from accel_runtime.environment.settings import flatten_settings
@@ -319,7 +318,7 @@ class Preparation:
     def _add_model(self, prepared: nn.Module, *, is_trained: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
         if self._run.backend.may_have_padding:
-            prepared.register_forward_pre_hook(ModelInputHook(self._run.loops), with_kwargs=True)
+            prepared.register_forward_pre_hook(self._run.loops.model_inputs, with_kwargs=True)
         self._run.checks.add_model(prepared, is_trained=is_trained)
         unwrap = self._run.strategy.unwrap_model
         same = [

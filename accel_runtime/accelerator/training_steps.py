@@ -138,8 +138,8 @@ class TrainingSteps:
         run, checks, loss_scale = self._run, self._run.checks, 1.0
         if self._progress is not None:
             self._progress.backwards += 1
-        if self._is_distributed and (step := run.loops.model_step) is not None:
-            loss_scale = step.loss_scale
+        if self._is_distributed:
+            loss_scale = run.loops.find_loss_scale()
         if checks.is_active:
             checks.begin_backward()
         try:

@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,7 +20,6 @@ __all__ = [
     "ActiveLoops",
     "LoadedIterations",
     "LoopRecord",
-    "ModelInputHook",
 ]
 
 
@@ -253,6 +252,29 @@ class LoopRecord:
         return sum(info.num_padding * times for info, times in self.steps)
 
 
+class ModelInputs:
+    """Forward hook that records what the prepared models compute on."""
+
+    def __init__(self) -> None:
+        self._newest: weakref.ref[torch.Tensor] | None = None
+
+    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Record the first tensor of the inputs."""
+        tensors = nested.list_tensors(args) or nested.list_tensors(kwargs)
+        self._newest = weakref.ref(tensors[0]) if tensors else None
+
+    def find_newest(self) -> torch.Tensor | None:
+        """Return the first tensor of the newest forward pass, if it exists."""
+        return None if self._newest is None else self._newest()
+
+    def forget(self) -> None:
+        """Forget the newest forward pass."""
+        self._newest = None
+
+    def __reduce__(self) -> tuple[type[ModelInputs], tuple[()]]:
+        return ModelInputs, ()  # a copied or saved model belongs to no run
+
+
 class LoadedIterations(Protocol):
     """Iterations of a loader that a state has, and that no iterator continues yet."""
 
@@ -275,9 +297,6 @@ class ActiveLoops:
 
     def __init__(self, rank: int, *, has_padding: bool, peers: WeakSet[ActiveLoops] | None = None) -> None:
         self._rank = rank
-        self._peers = peers
-        if peers is not None:
-            peers.add(self)
         self.has_padding = has_padding
         """If false, batches need not be recorded."""
         self.open_records: list[LoopRecord] = []
@@ -285,10 +304,16 @@ class ActiveLoops:
         self._finished: deque[LoopRecord] = deque(maxlen=_MAX_RECENT)
         self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
-        self._model_input: weakref.ref[torch.Tensor] | None = None
+        self.model_inputs = ModelInputs()
+        """Hook of the prepared models."""
+        self.scaled: list[weakref.ref[torch.Tensor]] = next((each.scaled for each in peers or ()), [])
+        """Tensors of batches whose loss has another weight than 1, shared by all peers."""
         self._continued_depth: float = math.inf
         self.loaders: WeakSet[LoadedIterations] = WeakSet()
         """What the loaders of these loops have loaded."""
+        self._peers = peers
+        if peers is not None:
+            peers.add(self)
 
     def capture_steps(self) -> list[LoopStep]:
         """Return the running loops with their numbers of batches, the innermost last."""
@@ -347,12 +372,17 @@ class ActiveLoops:
             return self.open_records[-1].step_info
         return None if (loops := self._find_latest()) is self else loops.current_step
 
-    @property
-    def model_step(self) -> StepInfo | None:
-        """Return the step that a prepared model computed on last, or the newest step if that is unknown."""
-        if self.has_padding and (info := self._find_model_step()) is not None:
-            return info
-        return self.current_step
+    def find_loss_scale(self) -> float:
+        """Return the weight of this rank's mean loss in the step that a prepared model computed on last.
+
+        It is that of the newest step if the step is unknown, and 1 outside of all loops.
+        """
+        info = self.current_step
+        if not self.scaled and (info is None or info.loss_scale == 1):
+            return 1.0  # of all recent steps, so it need not be known which one it is
+        self.scaled[:] = [reference for reference in self.scaled if reference() is not None]
+        info = self._find_model_step() or info
+        return 1.0 if info is None else info.loss_scale
 
     def open(self, record: LoopRecord) -> None:
         """Add a loop; `record_batch` and `close` take its record."""
@@ -365,7 +395,10 @@ class ActiveLoops:
         assert info is not None
         self.latest = next(_CLOCK)
         record.times = (self.latest, record.times[0])
-        record.recent.append(([weakref.ref(tensor) for tensor in _tensors(batch)], info))
+        references = list(map(weakref.ref, nested.list_tensors(batch)))
+        record.recent.append((references, info))
+        if info.loss_scale != 1:
+            self.scaled[:] = [*(each for each in self.scaled if each() is not None), *references]
         if record.steps and record.steps[-1][0] is info:
             record.steps[-1] = (info, record.steps[-1][1] + 1)
         else:
@@ -378,14 +411,9 @@ class ActiveLoops:
             if other.loop is not None and other.was_created_in(record):
                 other.num_batches_at_end = other.loop.num_batches
         record.loop = None
-        self._model_input = None
+        self.model_inputs.forget()
         if finished and self.has_padding:
             self._finished.append(record)
-
-    def record_model_input(self, inputs: Any) -> None:
-        """Record the inputs that a prepared model is about to compute on."""
-        tensor = next(_tensors(inputs), None)
-        self._model_input = None if tensor is None else weakref.ref(tensor)
 
     def find_steps(self, data: Any, batch: Any = None) -> Sequence[StepInfo]:
         """Return the steps that `data` was computed from; empty if it belongs to no loop or nothing is padded.
@@ -399,13 +427,13 @@ class ActiveLoops:
         if (loops := self._find_latest()) is not self:
             return loops.find_steps(data, batch)
         if batch is not None:
-            if info := self._find_step(_tensors(batch)):
+            if info := self._find_step(nested.list_tensors(batch)):
                 return [info]
             raise ValueError(
                 "gather_for_metrics(batch=...) failed: the batch is unknown. Pass one of the last "
                 f"{_MAX_RECENT} batches of a prepared loader, unchanged and with a tensor in it."
             )
-        if info := self._find_step(_tensors(data)) or self._find_model_step():
+        if info := self._find_step(nested.list_tensors(data)) or self._find_model_step():
             return [info]
         return self._find_steps_by_rows(_count_rows(data))
 
@@ -420,17 +448,16 @@ class ActiveLoops:
         ]
         return max(newer, key=lambda loops: loops.latest, default=self)
 
-    def _find_step(self, tensors: Iterator[torch.Tensor]) -> StepInfo | None:
+    def _find_step(self, tensors: Sequence[torch.Tensor]) -> StepInfo | None:
         records = self.records
         if self._peers and len(self._peers) > 1:
             records += [record for loops in self._peers - {self} for record in loops.records]
-        candidates = list(tensors)
-        steps = (record.find_step(tensor) for record in records for tensor in candidates)
+        steps = (record.find_step(tensor) for record in records for tensor in tensors)
         return next((info for info in steps if info is not None), None)
 
     def _find_model_step(self) -> StepInfo | None:
-        tensor = self._model_input() if self._model_input is not None else None
-        return self._find_step(iter([tensor])) if tensor is not None else None
+        tensor = self.model_inputs.find_newest()
+        return None if tensor is None else self._find_step([tensor])
 
     def _find_steps_by_rows(self, num_rows: int | None) -> Sequence[StepInfo]:
         """Return the steps of data of which only the number of rows is known."""
@@ -459,10 +486,6 @@ class ActiveLoops:
         return [info]
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in nested.leaves(tree) if isinstance(leaf, torch.Tensor))
-
-
 def _count_rows(data: Any) -> int | None:
     """Return the number of rows of some data, or None if it is unknown."""
     leaves = nested.leaves(data)
@@ -470,22 +493,3 @@ def _count_rows(data: Any) -> int | None:
         # A nested tensor has no shape.
         return leaves[0].size(0) if leaves[0].dim() else None
     return len(data) if isinstance(data, list) else None
-
-
-class ModelInputHook:
-    """Forward hook that records which batch a prepared model computes on."""
-
-    def __init__(self, loops: ActiveLoops) -> None:
-        self._loops = loops
-
-    def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Record the inputs."""
-        self._loops.record_model_input((args, kwargs))
-
-    def __reduce__(self) -> tuple[Callable[[], ModelInputHook], tuple[()]]:
-        return _build_unused_hook, ()
-
-
-def _build_unused_hook() -> ModelInputHook:
-    """Return the hook of a copied or saved model, which belongs to no run."""
-    return ModelInputHook(ActiveLoops(0, has_padding=False))

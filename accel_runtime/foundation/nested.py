@@ -29,6 +29,7 @@ __all__ = [
     "leaves",
     "list_attributes",
     "list_locations",
+    "list_tensors",
     "map_leaves",
     "map_movable",
     "map_tensors",
@@ -74,6 +75,18 @@ def leaves(tree: Any, *, objects: bool = True) -> list[Any]:
     if objects and (attributes := list_attributes(tree)):
         return [leaf for value in attributes.values() for leaf in leaves(value)]
     return [tree]
+
+
+_CONTAINERS, _PLAIN = frozenset({list, tuple, dict}), frozenset({torch.Tensor})
+
+
+def list_tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in `tree`, in the order of `map_leaves`."""
+    if type(tree) in _CONTAINERS:
+        items = tree.values() if type(tree) is dict else tree
+        if _PLAIN.issuperset(map(type, items)):  # as in most batches
+            return list(items)
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 _SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})

@@ -469,6 +469,22 @@ def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, w
         assert max(worst for _, worst in result) <= BAR
 
 
+@pytest.mark.parametrize("finished", [False, True], ids=["beside a longer loop", "after its own loop"])
+def test_a_short_batch_has_the_gradient_of_one_process_while_the_newest_one_is_full(ranks, finished):
+    def train(finished):
+        accelerator = create_accelerator(WAYS["not even"])
+        x, plain, model = build_samples(4 * accelerator.num_processes - 1)[0], TwoLayerNet(), TwoLayerNet()
+        model, short = accelerator.prepare(model, DataLoader(x, 4))
+        full = accelerator.prepare(DataLoader(build_samples(64)[0], 4))
+        batches = list(short) if finished else short
+        for batch, _ in zip(batches, full, strict=False):
+            accelerator.backward(squared_loss(model, batch))
+        squared_loss(plain, x).backward()
+        return relative_error(copy_gradients(model), copy_gradients(plain))
+
+    assert max(ranks.run(train, finished)) <= BAR
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_shuffled_training_is_equal_on_any_number_of_processes(clusters, accumulation):
     """Train with one global batch size for two epochs whose last batch and last cycle are short."""
