@@ -154,7 +154,6 @@ class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
                 if counts is not None:
                     counts.returned += 1
                     self._count_samples(counts, running.step_info, batch)
-                running.count_batch()
                 if record.outer:
                     record.leave_advanced()
                 yield batch

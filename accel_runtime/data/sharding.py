@@ -90,14 +90,16 @@ class BatchSharding:
         `order` holds the (remaining) samples of one epoch. `head` is the first global batch of the epoch, needed if
         `order` does not begin with it.
         """
-        size, full = self.padded_size, self._full_step
-        for samples, is_last in _chunks(order, size, drop_last=self.drop_last):
-            head = samples if head is None else head
-            if len(samples) == size and not is_last:
-                yield samples, full
-            else:
-                info = self.step_info(len(samples), is_last=is_last)
-                yield self.pad_last_batch(samples, info, head), info
+        source, size, full = iter(order), self.padded_size, self._full_step
+        least = size if self.drop_last else 1
+        samples, following = list(islice(source, size)), list(islice(source, size))
+        head = samples if head is None else head
+        while len(following) >= least:
+            yield samples, full
+            samples, following = following, list(islice(source, size))
+        if len(samples) >= least:
+            info = self.step_info(len(samples), is_last=True)
+            yield self.pad_last_batch(samples, info, head), info
 
     def group_batches(
         self, batches: Iterable[Sequence[Index]], head: Sequence[Sequence[Index]] | None = None

@@ -42,7 +42,7 @@ class EpochProgress:
         self.step_info: StepInfo | None = None
         """Step of the last batch returned; None before the first. Only `advance` assigns it."""
         self.num_batches = num_batches
-        """Number of batches that were returned or skipped. Only `count_batch` changes it."""
+        """Number of batches that were returned or skipped. Only `advance` changes it."""
         self._state_at: Callable[[StepInfo | None], Any] = lambda _: None
 
     def read_states_from(self, state_at: Callable[[StepInfo | None], Any]) -> None:
@@ -54,11 +54,8 @@ class EpochProgress:
         self._state_at = state_at
 
     def advance(self, step_info: StepInfo | None) -> None:
-        """Record the step of the batch that is returned next."""
+        """Count the batch that is returned next, and record its step."""
         self.step_info = step_info
-
-    def count_batch(self) -> None:
-        """Count a batch that is returned to the script next."""
         self.num_batches += 1
 
     def state(self) -> Any:

@@ -305,7 +305,7 @@ class Strategy:
     def finish_gradients(self) -> None:
         """Combine what the backward passes of an accumulation cycle have left over; collective.
 
-        Called at the end of a cycle before gradients are read, scaled or used. Further calls in the same cycle do nothing, as
+        Called at the end of a cycle before gradients are read or scaled. Further calls in the same cycle do nothing, as
         do all calls of the strategies here: it is for engines that keep gradients to themselves.
         """
 
@@ -335,7 +335,7 @@ class Strategy:
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> float | None:
-        """Step an optimizer of the script; return the loss of the closure.
+        """Finish the gradients, and step an optimizer of the script; return the loss of the closure.
 
         With a loss scaler of `training`, torch's scaler steps the optimizer instead, unless there is an overflow.
         """
@@ -343,7 +343,7 @@ class Strategy:
         return loss
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:  # noqa: ARG002
-        """Return whether the newest `step` changed nothing, as gradients were not finite."""
+        """Return whether the newest `step` changed nothing, as gradients were not finite; of strategies that scale losses."""
         return False
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, *, set_to_none: bool) -> None:

@@ -124,14 +124,16 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         if not accumulation.synced:
             return None
         accumulation.end_cycle()
-        self._begin_step()
-        if self._scaler is not None:
-            self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
-            return None
-        return self._step_with(closure)
+        if closure is None:
+            return self._run_step()
+        if self._gather is not None:
+            closure = self._average_loss(closure, self._gather)
+        with self._enter_closure():
+            return self._run_step(closure)
 
-    def _begin_step(self) -> None:
-        accumulation = self._accumulation
+    def _run_step(self, closure: Callable[[], Any] | None = None) -> float | None:
+        """Count a step, and run it through the scaler or the strategy."""
+        accumulation, strategy = self._accumulation, self._strategy
         if self._check is not None:
             self._check()
             self._check = None
@@ -140,32 +142,23 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         self.steps += 1
         if self._progress is not None:
             self._progress.count_step(self.optimizer)
-        if self._strategy is not None:
-            self._strategy.finish_gradients()
-
-    def _step_with(self, closure: Callable[[], Any] | None) -> float | None:
-        """Step without a scaler."""
-        if closure is None:
-            loss = self._run_step()
-        else:
-            if self._gather is not None:
-                closure = self._average_loss(closure, self._gather)
-            with self._enter_closure():
-                loss = self._run_step(closure)
-        if self._stepped is not None:
-            self._stepped()
-        return loss
-
-    def _run_step(self, closure: Callable[[], Any] | None = None) -> float | None:
-        if self._strategy is None:
+        if self._scaler is not None:
+            if strategy is not None:
+                strategy.finish_gradients()
+            self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
+            return None
+        if strategy is None:
             loss: float | None = self.optimizer.step() if closure is None else self.optimizer.step(closure)
             return loss
         self.is_stepping = True
         try:
-            loss = self._strategy.step(self.optimizer, closure)
+            loss = strategy.step(self.optimizer, closure)
         finally:
             self.is_stepping = False
-        self.step_was_skipped = self._strategy.overflowed(self.optimizer)
+        if strategy.scales_losses:
+            self.step_was_skipped = strategy.overflowed(self.optimizer)
+        if self._stepped is not None:
+            self._stepped()
         return loss
 
     def _run_closure_in_cycle(self, closure: Callable[[], Any]) -> float | None:
@@ -194,7 +187,6 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         if not self._accumulation.synced:
             return run()
         # The closure adds to the gradients of the cycle, so its backward pass is not the first of another one.
-        self._begin_step()
         weights = self._read_versions()
         runs = 0
 
@@ -205,7 +197,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
                 self._refuse_closure()
             return run()
 
-        loss = self._step_with(run_once)
+        loss = self._run_step(run_once)
         if not runs:
             self._refuse_closure()
         return loss
@@ -251,7 +243,8 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
             return
         if not (accumulation.is_first or accumulation.has_backward or self._has_warned_of_clearing):
             self._warn_of_clearing()
-        accumulation.end_cycle()
+        if not accumulation.is_new_cycle:  # unless it has stepped before
+            accumulation.end_cycle()
         self._used_backward = accumulation.num_backward
         if self._strategy is None:
             self.optimizer.zero_grad(set_to_none)

@@ -181,7 +181,6 @@ def iterate_epoch(accelerator, steps, factors=None):
             for index in range(steps):
                 factor = 1.0 if factors is None else factors[index]
                 loop.advance(StepInfo((1,), (1,), index == steps - 1, loss_scale=factor))
-                loop.count_batch()
                 yield index
         finally:
             accelerator._run.loops.close(track, finished=False)
