@@ -125,6 +125,7 @@ class TrainingSteps:
         self._run = run
         self._is_distributed = run.backend.topology.world_size > 1
         self._scales_losses = run.precision.scaler is not None
+        self._combines_gradients = run.strategy.combines_gradients
         self._progress = heartbeat()
         self._preemption = Preemption(run.backend.handshake)
         self._triggered = False
@@ -150,7 +151,8 @@ class TrainingSteps:
                 and not self._scales_losses
                 and run.accumulation.begin_plain_backward()
             ):
-                run.strategy.backward(loss, options)
+                steps = run.accumulation.plugin.num_steps
+                run.strategy.backward(loss if steps == 1 else loss / steps, options)
             else:
                 run.gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
@@ -178,7 +180,8 @@ class TrainingSteps:
             is_last = step is not None and step.is_last
         else:
             is_last = plugin.sync_with_dataloader and self._epoch_ends.is_end()
-        return MicroBatch(accumulation, is_last=is_last, no_sync=run.strategy.no_sync, models=models)
+        combined = models if self._combines_gradients else ()
+        return MicroBatch(accumulation, is_last=is_last, no_sync=run.strategy.no_sync, models=combined)
 
     def _report_tail(self) -> None:
         """Warn once about a cycle that continues in another loop."""

@@ -377,7 +377,8 @@ class ActiveLoops:
 
         It is that of the newest step if the step is unknown, and 1 outside of all loops.
         """
-        info = self.current_step
+        loop = self.open_records[-1].loop if self.open_records else None
+        info = self.current_step if loop is None else loop.step_info
         if not self.scaled and (info is None or info.loss_scale == 1):
             return 1.0  # of all recent steps, so it need not be known which one it is
         self.scaled[:] = [reference for reference in self.scaled if reference() is not None]
@@ -391,7 +392,8 @@ class ActiveLoops:
 
     def record_batch(self, record: LoopRecord, batch: Any) -> None:
         """Record a batch that is about to be returned to the script."""
-        info = record.step_info
+        assert record.loop is not None
+        info = record.loop.step_info
         assert info is not None
         self.latest = next(_CLOCK)
         record.times = (self.latest, record.times[0])

@@ -340,7 +340,7 @@ def has_dtensor(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether one of the tensors is a DTensor."""
     # Not imported here: it takes seconds, and there is no DTensor before it is loaded.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
 
 
 class TensorSpec(NamedTuple):

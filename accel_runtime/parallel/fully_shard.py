@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -136,8 +136,8 @@ class Sharded(Strategy):
             self._optimizers.add(optimizer)
 
     @override
-    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        return self._parameter_map.find_current(parameter)
+    def list_current(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [self._parameter_map.find_current(parameter) for parameter in parameters]
 
     def _shard_and_hook(self, model: nn.Module) -> None:
         """Shard a model in place, and let its forward and backward passes synchronize what is not sharded."""

@@ -373,6 +373,11 @@ class Replicated(Strategy):
         is_wrapped = isinstance(model, DistributedDataParallel)
         return ModelLayout(DistributedDataParallel.__name__ if is_wrapped else "none")
 
+    @property
+    @override
+    def combines_gradients(self) -> bool:
+        return self.backend.topology.world_size > 1
+
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         model = uncompiled_module(model)

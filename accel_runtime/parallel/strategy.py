@@ -211,9 +211,9 @@ class Strategy:
         """Return the parameters that an optimizer of the script trains, in its groups; those of the prepared models."""
         return [group["params"] for group in optimizer.param_groups]
 
-    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the parameter that is trained for one that the script created."""
-        return parameter
+    def list_current(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that are trained for those that the script created, in their order."""
+        return list(parameters)
 
     def read_shape(self, parameter: torch.Tensor) -> torch.Size:
         """Return the shape of a parameter, also if this rank has only a shard of it."""
@@ -232,6 +232,11 @@ class Strategy:
         return {}
 
     # Backward passes -------------------------------------------------------------------
+
+    @property
+    def combines_gradients(self) -> bool:
+        """Return whether backward passes may combine gradients over ranks, so that `no_sync` has an effect."""
+        return True
 
     def backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
         """Run the backward pass of a scalar loss, which may pass through any number of prepared models.

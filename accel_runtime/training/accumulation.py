@@ -175,11 +175,11 @@ class Accumulation:
         self._step = self._count = 0
 
     def begin_plain_backward(self) -> bool:
-        """Record a backward pass whose loss is used as it is; return False, and record none, if a cycle has several.
+        """Record a backward pass without a weight; return False, and record none, if more has to be checked before it.
 
-        Each step of every training loop without accumulation calls it.
+        Nearly all training steps call it.
         """
-        if self.plugin.num_steps == 1 and (self.is_new_cycle or not self.weighted):
+        if (self.is_new_cycle or not self.weighted) and self._check is None:
             self.is_new_cycle = self.weighted = False
             self.num_backward += 1
             return True
@@ -261,25 +261,28 @@ class MicroBatch(AbstractContextManager[None]):
         *,
         is_last: bool,
         no_sync: Callable[[Any], AbstractContextManager[None]],
-        models: Iterable[Any],
+        models: Sequence[Any],
     ) -> None:
         self._accumulation = accumulation
         self._is_last = is_last
         self._no_sync = no_sync
         self._models = models
-        self._contexts = ExitStack()
+        self._contexts: ExitStack | None = None
 
     @override
     def __enter__(self) -> None:
         self._counts = self._accumulation.open()
         if self._accumulation.advance(is_last=self._is_last) or self._accumulation.plugin.sync_each_batch:
             return
-        for model in self._models:
-            self._contexts.enter_context(self._no_sync(model))
+        if self._models:
+            self._contexts = ExitStack()
+            for model in self._models:
+                self._contexts.enter_context(self._no_sync(model))
 
     @override
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._accumulation.close(None if kind is None else self._counts)
-        self._contexts.close()
+        if self._contexts is not None:
+            self._contexts.close()

@@ -364,15 +364,18 @@ class Gradients:
             accumulation.end_cycle()
         accumulation.begin_backward(weighted=weighted)
         if self._precision.scaler is not None:
-            with self._keep_weights():
-                self._precision.begin_backward()
+            kept = self._list_weighted()
+            self._precision.begin_backward()
+            self._keep_weights(kept)
 
-    @contextmanager
-    def _keep_weights(self) -> Iterator[None]:
-        """Let the weights in gradients stay theirs, although the gradients are changed in place inside the context."""
-        current = [group for group in self._groups if group.is_current]
-        yield
-        for group in current:
+    def _list_weighted(self) -> list[ParameterGroup]:
+        """Return the groups with weights in their gradients, for `_keep_weights`."""
+        return [group for group in self._groups if group.is_current]
+
+    @staticmethod
+    def _keep_weights(groups: Iterable[ParameterGroup]) -> None:
+        """Let the weights in gradients stay theirs, although the gradients were changed in place."""
+        for group in groups:
             group.set_weights(group.pending, group.total)
 
     def _reachable_leaves(self) -> set[torch.Tensor]:
@@ -433,24 +436,29 @@ class Gradients:
             norm = self._strategy.compute_norm(tensors, norm_type)
             return norm / self._precision.scale(torch.ones_like(norm))
         self._strategy.finish_gradients()
-        with self._keep_weights():
-            self._unscale(self._optimizers)
-            if not tensors:  # torch itself warns of an exhausted generator
-                return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-            return self._strategy.clip_norm(tensors, max_norm, norm_type)
+        kept = self._list_weighted()
+        self._unscale(self._optimizers)
+        if tensors:
+            norm = self._strategy.clip_norm(tensors, max_norm, norm_type)
+        else:  # torch itself warns of an exhausted generator
+            norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self._keep_weights(kept)
+        return norm
 
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """Unscale all gradients and clamp some, if the cycle is complete."""
         if self._accumulation.synced:
             self._strategy.finish_gradients()
-            with self._keep_weights():
-                self._unscale(self._optimizers)
-                self._strategy.clip_value(self._list_current(parameters), clip_value)
+            kept = self._list_weighted()
+            self._unscale(self._optimizers)
+            self._strategy.clip_value(self._list_current(parameters), clip_value)
+            self._keep_weights(kept)
 
     def _list_current(self, parameters: _Parameters) -> list[torch.Tensor]:
         # A list from before prepare() has the full parameters, which get no gradients once their model is sharded.
-        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        return [self._strategy.find_current(tensor) for tensor in tensors]
+        return self._strategy.list_current(
+            [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        )
 
     def unscale(self, optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> None:
         """Unscale fp16 gradients of some prepared optimizers; None is all. Raise ValueError if one is not prepared."""
@@ -458,17 +466,18 @@ class Gradients:
             return
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
-        with self._keep_weights():
-            self._unscale(
-                self._optimizers
-                if optimizers is None
-                else [self._find_prepared(optimizer) for optimizer in optimizers]
-            )
+        kept = self._list_weighted()
+        self._unscale(
+            self._optimizers
+            if optimizers is None
+            else [self._find_prepared(optimizer) for optimizer in optimizers]
+        )
+        self._keep_weights(kept)
 
-    @staticmethod
-    def _unscale(optimizers: Sequence[PreparedOptimizer]) -> None:
-        for optimizer in optimizers:
-            optimizer.unscale()
+    def _unscale(self, optimizers: Sequence[PreparedOptimizer]) -> None:
+        if self._precision.scaler is not None:
+            for optimizer in optimizers:
+                optimizer.unscale()
 
     def _find_prepared(self, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         for prepared in self._optimizers:

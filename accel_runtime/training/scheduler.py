@@ -91,8 +91,9 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
         has_position = bool(args or kwargs)
         if self._strides > 1 and not has_position:
             self._warn_interval()
-        if not is_metric and any(optimizer.step_was_skipped for optimizer in self._optimizers):
-            return
+        for optimizer in self._optimizers:
+            if optimizer.step_was_skipped and not is_metric:
+                return
         if has_position:
             # A position or metric, which counts once. torch would multiply by some factors again.
             args, kwargs = self._average_metric(args, kwargs)
