@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -119,11 +119,6 @@ class Accumulation:
     def syncs_gradients(self) -> bool:
         """Return whether the current backward pass completes the gradients of a cycle."""
         return self.synced and not self._no_sync_depth
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Return whether the current backward pass averages gradients over the ranks, whether or not a cycle is complete."""
-        return (self.synced or self.plugin.sync_each_batch) and not self._no_sync_depth
 
     @property
     def has_backward(self) -> bool:
