@@ -79,8 +79,8 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "moment at which a rank has its gradients",
-        "accel_runtime.observe.heartbeat:Heartbeat.complete_gradients",
-        skip_call("_begin_part"),
+        "accel_runtime.observe.progress:StepParts.complete_gradients",
+        skip_call("begin"),
         ("tests/runtime/observe/test_heartbeat.py::test_every_part_of_a_step_is_measured",),
     ),
     Mutation(
@@ -281,7 +281,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rank beyond a save",
-        "accel_runtime.observe.heartbeat:ProgressCounts.is_beyond",
+        "accel_runtime.observe.progress:ProgressCounts.is_beyond",
         replace_call("any", "False"),
         (
             "tests/runtime/backends/test_status.py::test_progress_counts_are_beyond_others_if_any_counter_is_larger",

@@ -367,6 +367,8 @@ class _TorchEpochs:
 
         def load(iterator: Any) -> Any:
             progress = self._hooks.find()
+            if progress is None:  # a thread that loads ahead
+                self._end_epoch(id(iterator))
             if progress is None or self._depth:  # a data set may have a loader of its own
                 return replacement.original(iterator)
             progress.begin_part(Part.DATA)

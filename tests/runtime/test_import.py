@@ -31,6 +31,39 @@ def test_torch_is_imported_with_the_first_name_that_needs_it():
     assert run.stdout == "\ntorch\n"
 
 
+UNCHANGED = """
+import sys, types
+import torch.distributed
+from torch.optim import optimizer
+from torch.utils.data import dataloader
+
+def snapshot():
+    owners = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
+    owners += [value for owner in owners for value in list(vars(owner).values()) if isinstance(value, type)]
+    kinds = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, type)
+    return [
+        (vars(owner), name, value)
+        for owner in owners
+        for name, value in list(vars(owner).items())
+        if isinstance(value, kinds)
+    ]
+
+def count_hooks():
+    return len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+
+before, hooks = snapshot(), count_hooks()
+import accel_runtime
+accelerator = accel_runtime.Accelerator(cpu=True)
+print(len(before) > 10_000, count_hooks() == hooks)
+print(*[name for owner, name, value in before if owner.get(name) is not value])
+"""
+
+
+def test_an_accelerator_changes_nothing_in_torch_without_a_launcher():
+    run = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True, check=True)
+    assert run.stdout == "True True\n\n"
+
+
 SLOW = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"
 
 

@@ -1,6 +1,7 @@
 """Progress of scripts without an Accelerator, through hooks in torch: steps, backward passes, batches of loaders."""
 
 import os
+import threading
 import time
 import traceback
 
@@ -178,6 +179,17 @@ def test_the_batches_of_any_script_are_counted_with_its_waits_for_them(folder, w
     assert beat.totals.data >= 0.04
     assert beat.totals.forward > 0
     assert beat.totals.backward > 0
+
+
+def test_a_loader_that_a_thread_reads_ahead_is_not_counted(folder):
+    loader = DataLoader(Slow(), batch_size=2)
+    for _ in loader:
+        pass
+    iterator = iter(loader)
+    thread = threading.Thread(target=list, args=[iterator])
+    thread.start()
+    thread.join()
+    assert read_beat(folder).batches == 2
 
 
 def test_persistent_workers_begin_an_epoch_with_each_loop(folder):
