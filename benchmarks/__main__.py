@@ -1,10 +1,11 @@
-"""`python -m benchmarks`: compare accel with other libraries in one run, and write docs/benchmarks.md."""
+"""`python -m benchmarks`: compare accel with other libraries in one run, and write docs/benchmarks.md and README.md."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,14 +18,16 @@ from benchmarks.checkpoints import measure_checkpoints
 from benchmarks.launching import measure_commands, measure_forked, measure_imports, measure_start
 from benchmarks.object_store import measure_object_store
 from benchmarks.report import Table
+from benchmarks.steps import measure_steps
+from benchmarks.summary import DOCS, write_summaries
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "benchmarks.md"
+ROOT = DOCS.parent
+PAGE = DOCS / "benchmarks.md"
 SUBJECTS: dict[str, Callable[[Bench], Table]] = {
     "commands": measure_commands,
     "start": measure_start,
     "forked": measure_forked,
-    "loop": runtime.measure_loop,
+    "steps": measure_steps,
     "costs": runtime.measure_costs,
     "gather": runtime.measure_gather,
     "handshake": runtime.measure_handshake,
@@ -79,7 +82,8 @@ def main() -> None:
         text = "\n".join([_format_introduction(bench), *tables])
     if not args.only:
         PAGE.write_text(text, encoding="utf-8")
-        print(f"written to {PAGE.relative_to(ROOT)}", file=sys.stderr)
+        write_summaries()
+        print(f"written to {PAGE.relative_to(ROOT)} and the first pages", file=sys.stderr)
 
 
 def _measure(name: str, bench: Bench) -> str:
@@ -93,9 +97,17 @@ def _format_introduction(bench: Bench) -> str:
     """Format the introduction of the page, with versions and the properties of the machine that affect the numbers."""
     torch, other = (_read_torch_version(bench, commands) for commands in (bench.accel, bench.accelerate))
     torch = torch if torch == other else f"{torch} (Accelerate: {other})"
-    machine = f"{os.cpu_count()} CPUs with Python {platform.python_version()} and torch {torch}"
+    machine = f"{os.cpu_count()} CPUs ({_read_cpu_model()}) with Python {platform.python_version()} and torch {torch}"
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     return INTRODUCTION.format(accelerate=ACCELERATE, date=date, machine=machine, repeats=bench.repeats)
+
+
+def _read_cpu_model() -> str:
+    """Return the name of the processor, which Linux does not give to `platform`."""
+    model = re.search(
+        r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return model[1] if model else platform.machine()
 
 
 def _read_torch_version(bench: Bench, folder: Path) -> str:

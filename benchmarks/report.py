@@ -17,6 +17,7 @@ __all__ = [
     "format_number",
     "format_ratio",
     "format_spread",
+    "format_table",
     "merge_blocks",
     "merge_numbers",
 ]
@@ -35,10 +36,8 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
     def to_markdown(self) -> str:
-        """Format the section; the first column is aligned to the left, numbers to the right."""
-        lines = [self.header, ("---", *["---:"] * (len(self.header) - 1)), *self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"## {self.title}\n\n{self.text}\n\n{table}\n"
+        """Format the section."""
+        return f"## {self.title}\n\n{self.text}\n\n{format_table(self.header, self.rows)}\n"
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,12 @@ class Blocks:
         """Return the columns that all tables of blocks share."""
         added, ratio = format_number(median(self.added)), f"{median(self.ratios):.2f}"
         return (label, format_spread(self.bare), format_spread(self.library), added, ratio)
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table; the first column is aligned to the left, numbers to the right."""
+    lines = [header, ("---", *["---:"] * (len(header) - 1)), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def merge_blocks(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Blocks]]:

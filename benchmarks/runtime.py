@@ -1,4 +1,4 @@
-"""Measure a script with a library: steps, batches, exchanges between processes, gradients, and the calls they make."""
+"""Measure a script with a library: preparation, exchanges between processes, gradients, and the calls they make."""
 
 from __future__ import annotations
 
@@ -26,40 +26,10 @@ __all__ = [
     "measure_gather",
     "measure_gradients",
     "measure_handshake",
-    "measure_loop",
     "measure_sharding",
     "measure_skip",
     "measure_xla",
 ]
-
-_LOOP_TEXT = """\
-Microseconds of CPU time of the training thread, one process. A step is forward and backward of Linear(4, 4),
-`optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zero_grad()`, with so little arithmetic that
-overhead dominates. A batch is 32 samples of a TensorDataset of 8192; the start of an epoch is spread over its
-256 batches. Each library runs in its own interpreter, where blocks of the bare loop and of the loop with the
-library alternate. Added is the median difference of two such blocks. `accel launch` adds the heartbeat, from
-which `accel top` reads the progress. Goals: at most 5 added to a step, and 1.7 to a batch."""
-
-
-def measure_loop(bench: Bench) -> Table:
-    """Measure microseconds of a training step and of a batch, compared with the bare loop."""
-    script = str(SCRIPTS / "loop.py")
-    accelerate = bench.commands(script)
-    programs = {
-        "accel": accelerate.pop("accel"),
-        "accel launch": bench.command(f"{bench.accel}/accel", "launch", "--quiet", script, "accel_runtime"),
-        **accelerate,
-    }
-    rows = []
-    for measurement, by_library in merge_blocks(run_interleaved(programs, bench.repeats)).items():
-        accel = by_library["accel"]
-        for name, blocks in by_library.items():
-            is_comparable = blocks is not accel and median(accel.added) > 0
-            ratio = format_ratio(blocks.added, accel.added) if is_comparable else NONE
-            rows.append((*blocks.to_row(f"{measurement}: {name}"), ratio))
-    header = ("", "bare", "library", "added", "library ÷ bare", "added ÷ accel")
-    return Table("A training step and a batch, µs", _LOOP_TEXT, header, rows)
-
 
 _COSTS_TEXT = """\
 Milliseconds of calls and loops that are no training step. Of preparations and evaluations it is CPU time of the

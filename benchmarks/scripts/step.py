@@ -1,0 +1,84 @@
+"""Measure loops with libraries, a block whenever the parent asks for one: `step.py ADDRESS LIBRARY...`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+_RANK, _WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+_ITERATIONS = 256 // _WORLD_SIZE
+_BATCH_SIZE = 32
+
+
+def main() -> None:
+    """Answer each line `LIBRARY LOOP` with microseconds of CPU time of this thread for one iteration."""
+    address, *libraries = sys.argv[1:]
+    loops = {library: _build_loops(library) for library in libraries}
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        with client.makefile("rw") as parent:
+            for line in parent:
+                library, loop = line.strip().split(" ", 1)
+                # Blocks of other processes were before, and a sampled step would otherwise be in every block.
+                loops[library]["warm up"]()
+                run_block = loops[library][loop]
+                start = time.thread_time_ns()
+                run_block()
+                print((time.thread_time_ns() - start) / _ITERATIONS / 1000, file=parent, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _build_loops(library: str) -> dict[str, Callable[[], None]]:
+    """Return functions that run a block of each loop, on a model and a loader of their own."""
+    torch.manual_seed(_RANK)
+    model: Any = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    count = _BATCH_SIZE * _ITERATIONS * _WORLD_SIZE
+    data = TensorDataset(torch.randn(count, 4), torch.randn(count, 4))
+    loader: Any = DataLoader(data, batch_size=_BATCH_SIZE, shuffle=True)
+    if library != "torch":
+        accelerator = importlib.import_module(library).Accelerator(cpu=True)
+        backward = accelerator.backward
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    else:
+        backward = torch.Tensor.backward
+        if _WORLD_SIZE > 1:
+            dist.init_process_group("gloo")
+            model = DistributedDataParallel(model)
+            loader = DataLoader(data, batch_size=_BATCH_SIZE, sampler=DistributedSampler(data))
+    batches = [(torch.randn(_BATCH_SIZE, 4), torch.randn(_BATCH_SIZE, 4))] * _ITERATIONS
+
+    def train(batches: Iterable[Any]) -> None:
+        for x, y in batches:
+            loss = nn.functional.mse_loss(model(x), y)
+            backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+    def read() -> None:
+        for _ in loader:
+            pass
+
+    return {
+        "warm up": lambda: train(batches[:16]),
+        "step": lambda: train(batches),
+        "step with a loader": lambda: train(loader),
+        "batch": read,
+    }
+
+
+main()

@@ -1,0 +1,109 @@
+"""`python -m benchmarks.summary`: write the section "Measured" of the first pages from the pages of the benchmarks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.report import NONE, format_table
+
+__all__ = ["FIRST_PAGES", "summarize", "write_summaries"]
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FIRST_PAGES = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
+"""Pages with the section, and the folder of the documentation in their links."""
+_SECTION = """\
+## Measured
+
+On {machine}, on {date}, beside Accelerate {accelerate} ([all benchmarks]({folder}benchmarks.md)). A small step is one
+of `Linear(4, 4)` with SGD and a schedule. It is CPU time of the training thread, and `+` is what a library or its
+launcher adds.
+
+{table}
+
+On one {gpu} with torch {gpu_torch}, on {gpu_date} ([all benchmarks]({folder}benchmarks-gpu.md)): a step under bf16
+takes {resnet} of the time with bare torch for a ResNet, and {transformer} for a transformer of a billion
+parameters. Launching a small step takes {added} µs more CPU time than with bare torch, and {other} µs with Accelerate.
+"""
+_INTRODUCTION = re.compile(
+    r"Accelerate (?P<accelerate>\S+)\. .*This run was on (?P<date>\S+), on (?P<machine>[^\n]+)\.\n", re.DOTALL
+)
+_GPU_INTRODUCTION = re.compile(
+    r"^(?P<gpu_date>[\d-]+), (?P<gpu>.+), torch (?P<gpu_torch>\S+), ", re.MULTILINE
+)
+
+
+def write_summaries() -> None:
+    """Replace the section in each page."""
+    for page, folder in FIRST_PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        before, _, rest = text.partition("## Measured\n")
+        after = rest[rest.index("\n## ") :]
+        page.write_text(before + summarize(folder) + after, encoding="utf-8")
+
+
+def summarize(folder: str) -> str:
+    """Return the section of a page whose links to the documentation begin with `folder`."""
+    text, gpu = ((DOCS / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "benchmarks-gpu.md"))
+    medians = _read_medians(gpu)
+    return _SECTION.format(
+        folder=folder,
+        table=format_table(("", "no library", "accel", "Accelerate"), _build_rows(_read_medians(text))),
+        resnet=medians["ResNet, bf16: accel"][1],
+        transformer=medians["transformer of a billion, bf16: accel"][1],
+        added=medians["small step: accel"][2],
+        other=medians["small step: Accelerate"][2],
+        **next(_INTRODUCTION.finditer(text)).groupdict(),
+        **next(_GPU_INTRODUCTION.finditer(gpu)).groupdict(),
+    )
+
+
+def _read_medians(page: str) -> dict[str, list[str]]:
+    """Return the cells of the rows of a page's tables by their label, without minima."""
+    rows = (line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| "))
+    return {label: [cell.partition(" ")[0] for cell in cells] for label, *cells in rows}
+
+
+def _build_rows(medians: dict[str, list[str]]) -> list[tuple[str, ...]]:
+    def format_added(label: str) -> str:
+        added = medians[label][2]
+        return f"{added} µs" if added.startswith("-") else f"+{added} µs"
+
+    rows = []
+    for title, setting, launcher in (
+        ("small step, 1 process", "1 process, step", "python"),
+        ("small step with a batch of a loader, 1 process", "1 process, step with a loader", "python"),
+        ("small step of DDP, 2 processes", "2 processes, step", "torchrun"),
+    ):
+        accel, other = (f"{setting}: {library}, `{launcher}`" for library in ("accel", "Accelerate"))
+        bare = f"{medians[accel][0]} µs"
+        rows.append((f"{title}, `{launcher}`", bare, format_added(accel), format_added(other)))
+        plain, accel = (f"{setting}: {library}, `accel launch`" for library in ("no library", "accel"))
+        rows.append((f"{title}, `accel launch`", format_added(plain), format_added(accel), NONE))
+    tensors, others_tensors = (
+        medians[f"2 processes, 20 tensors: {name}"] for name in ("accel", "Accelerate")
+    )
+    stream, others_stream = (medians[f"stream: {name}"] for name in ("accel", "Accelerate"))
+    memory, _, torchruns_memory, *_ = medians["memory of 8 ranks and their launcher, MiB"]
+    return [
+        *rows,
+        (
+            "`gather` of 20 small tensors, 2 processes, `torchrun`",
+            *(f"{time} ms" for time in (tensors[0], tensors[1], others_tensors[1])),
+        ),
+        (
+            "resume after 100 000 batches of a stream, 1 process, `python`",
+            NONE,
+            *(f"{time} ms" for time in (stream[1], others_stream[1])),
+        ),
+        (
+            "memory of 8 processes of DDP, no library, `torchrun` and `accel launch`",
+            f"{torchruns_memory} MiB",
+            f"{memory} MiB",
+            NONE,
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    write_summaries()
