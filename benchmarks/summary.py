@@ -15,9 +15,9 @@ FIRST_PAGES = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
 _SECTION = """\
 ## Measured
 
-On {machine}, on {date}, beside Accelerate {accelerate} ([all benchmarks]({folder}benchmarks.md)). A small step is one
-of `Linear(4, 4)` with SGD and a schedule. It is CPU time of the training thread, and `+` is what a library or its
-launcher adds.
+On {machine}, on {date}, beside Accelerate {accelerate} ([all benchmarks]({folder}benchmarks.md)). A small step is
+one of `Linear(4, 4)` with SGD and a schedule. It is CPU time of the training thread, and `+` is what a library or its
+launcher adds; on 2 processes, a library is compared with DDP in the same processes.
 
 {table}
 
