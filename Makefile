@@ -90,7 +90,7 @@ fmt: $(READY)  ## Format the sources, and apply the fixes of the linter
 docs: $(READY)  ## Serve the docs on http://127.0.0.1:8000
 	$(BIN)/mkdocs serve
 
-bench: $(READY)  ## Compare accel with bare torch, torchrun and Accelerate, and write docs/benchmarks.md and the README's numbers
+bench: $(READY) $(XLA_READY)  ## Compare accel with bare torch, torchrun and Accelerate, and write docs/benchmarks.md and the README's numbers
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(GPU_READY)  ## Compare accel with bare torch and Accelerate on a GPU, and write docs/benchmarks-gpu.md
