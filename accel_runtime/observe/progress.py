@@ -194,8 +194,15 @@ class Progress:
             self.steps += 1
 
     def _begins_step(self, optimizer: Any) -> bool:
-        """Return whether a call of `step` begins another step: nothing is stepped twice in one."""
-        stepped, others = _identify_step(optimizer), self._stepped
+        """Return whether a call of `step` begins another step: nothing is stepped twice in one.
+
+        An engine may step the groups of its parameters one after the other, with one optimizer: they differ in their parameters.
+        """
+        stepped, others = id(optimizer), self._stepped
+        for group in optimizer.param_groups:
+            if parameters := group["params"]:
+                stepped = id(parameters[0])
+                break
         begins = stepped in others or not others
         if begins:
             others.clear()
@@ -270,17 +277,6 @@ class Progress:
             yield
         finally:
             self.in_store = None
-
-
-def _identify_step(optimizer: Any) -> int:
-    """Return the id of the first parameter that a call of `step` changes.
-
-    An engine may step the groups of its parameters one after the other, with one optimizer: they differ in their parameters.
-    """
-    for group in optimizer.param_groups:
-        if parameters := group["params"]:
-            return id(parameters[0])
-    return id(optimizer)
 
 
 def count_batches(epochs: Iterable[LoaderEpoch]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 __all__ = ["TOKENS_KEY", "TokenCounter", "build_token_counter", "count_elements", "count_samples"]
@@ -25,8 +26,7 @@ def build_token_counter(throughput: str | Callable[[Any], int] | Literal[True] |
     if throughput is None or throughput is True:
         throughput = TOKENS_KEY
     if isinstance(throughput, str):
-        key = throughput
-        return lambda batch: count_elements(batch, key)
+        return partial(count_elements, key=throughput)
     if not callable(throughput):
         raise TypeError(
             f"Invalid throughput {throughput!r}: expected True, the key of a tensor in a batch, or a function that returns the "
