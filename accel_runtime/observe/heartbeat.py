@@ -360,6 +360,8 @@ class Heartbeat(MeasuredProgress):
         """Record the exit of the interpreter; a process that the script has forked leaves the file alone."""
         if self._numbers[_PID] == os.getpid():
             self.refresh()
+            if self._hooks is not None:
+                self._hooks.forget()
             self._numbers[_FAILED] = int(self.has_failed)
             self._numbers[_ENDED_NS] = monotonic_ns()
 

@@ -73,11 +73,12 @@ class TorchHooks:
         self._parts: list[_Replacement] = []
         """Functions of torch that are replaced while parts of a step are measured."""
         self._has_collectives = False
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self.forget)
 
-    def _forget(self) -> None:
-        """Record nothing in a process that the script has forked."""
+    def forget(self) -> None:
+        """Record nothing from now on: in a process that the script has forked, or while the interpreter exits."""
         self.progress = self._create = None
+        self._epochs.forget()
 
     def watch(self, create: Callable[[], object] | None) -> None:
         """Install the hooks that count, once torch is imported."""
@@ -317,6 +318,11 @@ class _TorchEpochs:
         replacement = _Replacement(torch, module.DataLoader, "__iter__", build)
         replacement.install()
         return replacement
+
+    def forget(self) -> None:
+        """Forget the running epochs, whose iterators may be deleted when the interpreter has no modules any more."""
+        self._running.clear()
+        self._examined.clear()
 
     def measure(self) -> None:
         """Record the waits for batches from now on."""

@@ -1,6 +1,8 @@
 """Progress of scripts without an Accelerator, through hooks in torch: steps, backward passes, batches of loaders."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +18,7 @@ from accel_cli.runs.beats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.worker import strip_frames
 from accel_runtime import Accelerator
+from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import torch_hooks
 from accel_runtime.observe.heartbeat import heartbeat
 
@@ -190,6 +193,24 @@ def test_a_loader_that_a_thread_reads_ahead_is_not_counted(folder):
     thread.start()
     thread.join()
     assert read_beat(folder).batches == 2
+
+
+LEAVES_AN_ITERATOR = """
+import torch
+from accel_runtime.observe.heartbeat import heartbeat
+heartbeat()
+iterator = iter(torch.utils.data.DataLoader(torch.ones(4, 2)))
+next(iterator)
+torch.kept = iterator  # deleted with the last modules
+"""
+
+
+def test_an_iterator_that_lives_until_the_interpreter_ends_prints_nothing(tmp_path):
+    environment = {**os.environ, RANK_FOLDER: str(tmp_path)}
+    command = [sys.executable, "-c", LEAVES_AN_ITERATOR]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stderr == ""
+    assert Beat.read(RankFolder(tmp_path).beat).batches == 1
 
 
 def test_persistent_workers_begin_an_epoch_with_each_loop(folder):
