@@ -197,11 +197,12 @@ def test_a_loader_that_a_thread_reads_ahead_is_not_counted(folder):
 
 LEAVES_AN_ITERATOR = """
 import torch
-from accel_runtime.observe.heartbeat import heartbeat
-heartbeat()
+from accel_runtime.observe import heartbeat
+heartbeat.heartbeat()
 iterator = iter(torch.utils.data.DataLoader(torch.ones(4, 2)))
 next(iterator)
-torch.kept = iterator  # deleted with the last modules
+torch.optim.SGD([torch.ones(2, requires_grad=True)]).step()
+torch.kept = iterator, heartbeat  # torch was imported first, so that its names are deleted last
 """
 
 
