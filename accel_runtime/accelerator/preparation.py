@@ -318,7 +318,7 @@ class Preparation:
     def _add_model(self, prepared: nn.Module, *, is_trained: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
         if self._run.backend.may_have_padding:
-            prepared.register_forward_pre_hook(self._run.loops.model_inputs, with_kwargs=True)
+            self._run.strategy.observe_inputs(prepared, self._run.loops.model_inputs)
         self._run.checks.add_model(prepared, is_trained=is_trained)
         unwrap = self._run.strategy.unwrap_model
         same = [

@@ -253,7 +253,7 @@ class LoopRecord:
 
 
 class ModelInputs:
-    """Forward hook that records what the prepared models compute on."""
+    """Function before the forward passes of prepared models, which records what they compute on."""
 
     def __init__(self) -> None:
         self._newest: weakref.ref[torch.Tensor] | None = None
@@ -305,7 +305,7 @@ class ActiveLoops:
         self.latest = 0
         """Time of the newest batch, or of the start of the newest loop."""
         self.model_inputs = ModelInputs()
-        """Hook of the prepared models."""
+        """Called before each forward pass of a prepared model."""
         self.scaled: list[weakref.ref[torch.Tensor]] = next((each.scaled for each in peers or ()), [])
         """Tensors of batches whose loss has another weight than 1, shared by all peers."""
         self._continued_depth: float = math.inf

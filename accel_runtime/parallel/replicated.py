@@ -34,7 +34,7 @@ from accel_runtime.foundation.torch_internals import (
 )
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.pickled_models import warn_of_saved_model
-from accel_runtime.parallel.strategy import ModelLayout, Strategy
+from accel_runtime.parallel.strategy import ForwardPreHook, ModelLayout, Strategy
 from accel_runtime.storage.errors import format_names
 
 __all__ = [
@@ -88,6 +88,7 @@ class ReplicatedModel(DistributedDataParallel):
         # Not before: it imports torch's compiler, as DDP has done now.
         ReplicatedModel._rebuild_buckets = staticmethod(without_compilation(rebuild_buckets))
         self._explain_error = explain_error or _keep_error
+        self._observe_inputs: ForwardPreHook | None = None
         if hasattr(module, "dim"):
             # DDP uses its own `dim` in `scatter` and `gather` only, which nothing calls; models often have a `dim`.
             del self.dim
@@ -143,8 +144,14 @@ class ReplicatedModel(DistributedDataParallel):
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]
 
+    def observe_inputs(self, observe: ForwardPreHook) -> None:
+        """Call a function before each forward pass; with a hook of torch, every step takes a slower path."""
+        self._observe_inputs = observe
+
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._observe_inputs is not None:
+            self._observe_inputs(self, inputs, kwargs)
         if self.require_forward_param_sync and self.modules_buffers and not torch.is_grad_enabled():
             # DDP leaves it to the next training step, whose broadcast of buffers comes after it. An evaluation on the first rank alone
             # would broadcast its buffers while the others, already in that step, sort their buckets.
@@ -367,6 +374,13 @@ class Replicated(Strategy):
     @override
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
+
+    @override
+    def observe_inputs(self, model: nn.Module, observe: ForwardPreHook) -> None:
+        if isinstance(model, ReplicatedModel):
+            model.observe_inputs(observe)
+        else:
+            super().observe_inputs(model, observe)
 
     @override
     def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:

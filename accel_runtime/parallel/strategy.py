@@ -21,6 +21,7 @@ from accel_runtime.foundation.torch_internals import foreach_multiply, local_ten
 from accel_runtime.observe.call_sites import call_site
 
 __all__ = [
+    "ForwardPreHook",
     "GradientVersions",
     "ModelLayout",
     "ModelRequest",
@@ -40,6 +41,8 @@ Unscale = Callable[[Any], dict[torch.device, torch.Tensor]]
 UnscaleGradients = Callable[[torch.optim.Optimizer, Unscale], dict[torch.device, torch.Tensor]]
 
 
+ForwardPreHook = Callable[[nn.Module, Any, Any], None]
+"""Function that is called with a model, and the positional and the keyword arguments of its forward pass."""
 GradientVersions = list[tuple[int, int] | None]
 """Identity and version of each gradient."""
 
@@ -222,6 +225,10 @@ class Strategy:
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module that `wrap_model` was given."""
         return model
+
+    def observe_inputs(self, model: nn.Module, observe: ForwardPreHook) -> None:
+        """Call a function before each forward pass of a prepared model, which must not change the arguments."""
+        model.register_forward_pre_hook(observe, with_kwargs=True)
 
     def describe_model(self, model: nn.Module, autocast_dtype: torch.dtype | None) -> ModelLayout:  # noqa: ARG002 - replicated
         """Describe how a prepared model is wrapped or sharded; `autocast_dtype` is that of its forward pass."""
