@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.log_messages import collect_messages
-from support.runs.step_calls import COUNTED, StepCalls
+from support.runs.step_calls import LATE, StepCalls
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -57,10 +57,12 @@ def count_calls(step, options, earlier=0):
     run, calls = Run(**options), StepCalls()
     for _ in range(earlier):
         getattr(run, step)()
-    for number in range(COUNTED + 2):
+    for number in range(LATE + 1):
         calls.begin_step(number)
         getattr(run, step)()
-    return [name for name in calls.counts if name.startswith("accel_runtime/checks/")]
+    calls.end_step()
+    ((counts, _),) = calls.steps.items()
+    return [name for name, _ in counts if name.startswith("accel_runtime/checks/")]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -90,18 +92,18 @@ def test_a_run_that_was_left_early_is_not_checked_in_another_one(alone):
     assert alone.run(train) == [([], 1)]
 
 
-@pytest.mark.parametrize("limit", [COUNTED, 2 * COUNTED])
+@pytest.mark.parametrize("limit", [LATE, 2 * LATE])
 def test_a_script_that_never_steps_an_optimizer_is_checked_up_to_a_limit(alone, monkeypatch, limit):
     monkeypatch.setattr(all_checks, "_MAX_PASSES", limit)
     (calls,) = alone.run(count_calls, "never_step", {})
-    assert bool(calls) == (limit > COUNTED)
+    assert bool(calls) == (limit > LATE)
 
 
 def make_late_mistake(event, folder):
     """Return the messages about a mistake that begins after the checked steps, and after `event`."""
     with collect_messages("accel_runtime.checks") as messages:
         run = Run()
-        for _ in range(COUNTED):
+        for _ in range(LATE):
             run.step()
         if event == "prepare":
             run.accelerator.prepare(nn.Linear(2, 2))
@@ -134,7 +136,7 @@ def test_a_mistake_of_a_later_loop_is_found_by_its_effect_and_then_named(pair):
         with collect_messages("accel_runtime.checks") as messages:
             run = Run()
             for number in range(1020):
-                run.step() if number < COUNTED else run.bypass_model()
+                run.step() if number < LATE else run.bypass_model()
                 if number % 100 == 0:  # a process that is 500 passes ahead has nothing to compare
                     run.accelerator.wait_for_everyone()
         return [message for message in messages if "on the same batch" not in message]
@@ -152,7 +154,7 @@ def test_a_layer_that_is_unfrozen_later_is_found(pair):
         with collect_messages("accel_runtime.checks.averaging") as messages:
             run = Run()
             for number in range(520):
-                run.script_model[1].requires_grad_(requires_grad=number > COUNTED)
+                run.script_model[1].requires_grad_(requires_grad=number > LATE)
                 run.step()
         return messages
 

@@ -16,8 +16,10 @@ import accel_runtime
 
 ROOT = Path(accel_runtime.__file__).parents[1]
 FOLDERS = tuple(f"{Path(package.__file__).parent}{os.sep}" for package in (accel_runtime, accel_cli))
-COUNTED = range(120, 420, 30)
-"""The steps that are counted: checks of the first hundred have ended. Few of them are measured by the heartbeat."""
+LATE = 120
+"""A step after the checks of the first hundred have ended."""
+COUNTED = range(LATE, LATE + 300, 30)
+"""The steps that are counted, of which the heartbeat measures few."""
 BATCH_SIZE = 2
 
 
@@ -31,12 +33,16 @@ class StepCalls:
 
     def begin_step(self, number):
         """Count from the beginning of one step to that of the next."""
+        self.end_step()
+        if number in COUNTED:
+            sys.setprofile(self._count)
+
+    def end_step(self):
+        """Count no more until another step begins."""
         sys.setprofile(None)
         if self.counts:
             self.steps[tuple(sorted(self.counts.items()))] += 1
             self.counts.clear()
-        if number in COUNTED:
-            sys.setprofile(self._count)
 
     def _count(self, frame, event, _argument):
         file = frame.f_code.co_filename
