@@ -86,7 +86,7 @@ class Beat:
     started_epoch: float
     """The same moment, in seconds since 1970."""
     step_time: float
-    """The time of the last optimizer step; 0 before the first."""
+    """The time of the last optimizer step, within a tenth of a second; 0 before the first."""
     totals: Totals
     """The totals at the end of the last step whose parts were measured."""
     flops: int
@@ -130,7 +130,7 @@ class Beat:
     def _parse(cls, data: bytes, numbers: Mapping[str, int]) -> Beat:
         steps = numbers["steps"]
         entries = memoryview(data)[env.BEAT_HISTORY_RANGE].cast("q")
-        recent = _parse_recent(memoryview(data)[env.BEAT_RECENT_RANGE].cast("q"), steps)
+        recent = _parse_recent(memoryview(data)[env.BEAT_RECENT_RANGE].cast("q"), numbers["timed_steps"])
         step_time = recent[-1] if recent else 0.0
         count = max(0, min(numbers["entries"], env.BEAT_HISTORY))
         return cls(

@@ -130,6 +130,7 @@ BEAT_NUMBERS = (
     "flops",
     "peak_flops",
     "part",
+    "timed_steps",
     "entries",
     "thinnings",
     "sampled_steps",
@@ -150,6 +151,7 @@ describe the loader that returned the last batch: its epoch began at `epoch_ns` 
 returned or skipped `batches - epoch_base` since. `flops` are the floating-point operations of one step of this rank, and
 `peak_flops` those that its device can execute per second; 0 if they are unknown. `part` is the index of the number of the
 part of a step in which a rank without progress is, such as that of `data_ns`; -1 for a rank in progress, or if it is unknown.
+`timed_steps` is the number of steps whose times are in the ring: it follows `steps` within a tenth of a second.
 
 The history has `entries` entries. `thinnings` is incremented when every second one begins to be removed, and when that has
 ended: it is odd meanwhile.
@@ -162,7 +164,10 @@ step, and `wait_ns` that in collectives and at the end of backward passes that a
 from the end of a step to the next batch. `samples` and `tokens` are exact, those of all ranks that were trained on.
 """
 BEAT_RECENT = 64
-"""Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`."""
+"""Number of steps in the ring: the time of step `n` is in slot `(n - 1) % BEAT_RECENT`.
+
+Times are known of the last step before each look at the rank, of which there are ten a second; the others are evenly spaced between them.
+"""
 BEAT_HISTORY = 1024
 """Number of entries of the history: the totals at the end of step 1, where times are 0, and of measured steps."""
 BEAT_ENTRY = BEAT_NUMBERS[BEAT_NUMBERS.index("sampled_steps") :]

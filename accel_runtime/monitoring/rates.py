@@ -39,4 +39,4 @@ class RateMeter:
 
     def _read_counts(self) -> tuple[float, int, int, int]:
         progress = self._progress
-        return time.perf_counter(), progress.samples, progress.tokens, progress.steps
+        return time.perf_counter(), *progress.count_trained(), progress.steps

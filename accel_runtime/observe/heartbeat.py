@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic_ns
@@ -67,6 +67,7 @@ _LOCAL = threading.local()
     _FLOPS,
     _PEAK_FLOPS,
     _STEP_PART,
+    _TIMED_STEPS,
     _ENTRIES,
     _THINNINGS,
     _SAMPLED_STEPS,
@@ -137,6 +138,7 @@ class Heartbeat(MeasuredProgress):
         """Batches of torch's loaders in epochs that are over."""
         self._flops: StepFlops | None = None
         self._hooks: torch_hooks.TorchHooks | None = None
+        self._is_compiling: Callable[[], bool] = bool
         self._is_due = True
         """True if the end of the next step is more than a count: a measured step ends or begins."""
         self._skipped = 0
@@ -156,7 +158,7 @@ class Heartbeat(MeasuredProgress):
         Args:
             hooks: The hooks in torch by which parts of a step are measured.
         """
-        self._hooks = hooks
+        self._hooks, self._is_compiling = hooks, hooks.is_compiling
         variable = variable_name("measure_flops")
         if read_switch(variable, os.environ.get(variable, "")):
             self._flops = StepFlops()
@@ -171,24 +173,36 @@ class Heartbeat(MeasuredProgress):
     # Steps
 
     @override
-    def count_step(self, optimizer: Any) -> None:
-        if self._epochs:
-            self._count_trained()
-        now, numbers = monotonic_ns(), self._numbers
-        if not self._begins_step(optimizer):
-            self.begin_part(Part.REST)
-            numbers[_CHANGED_NS] = now
+    def count_step(self, optimizer: Any, _args: Any = None, _kwargs: Any = None) -> None:
+        # torch calls it after each step. One function that does not read the clock: each call and each read take as long as
+        # the rest of it.
+        if self._is_compiling():  # it would break the graph of torch.compile
             return
-        steps = self.steps
-        # Before the number of steps, by which a reader knows the slots that are filled.
-        numbers[_FIRST_RECENT + steps % BEAT_RECENT] = now
-        self.steps = steps + 1
-        if self._is_due:
-            self._end_step(now)
-        numbers[_STEPS] = steps + 1
+        for epoch in self._epochs:
+            epoch.mark_trained()
+        stepped, others = id(optimizer), self._stepped
+        for group in optimizer.param_groups:
+            if parameters := group["params"]:
+                stepped = id(parameters[0])
+                break
+        if stepped not in others:
+            others.add(stepped)
+            if len(others) > 1:
+                self.begin_part(Part.REST)
+                return
+        elif len(others) > 1:
+            others.clear()
+            others.add(stepped)
+        steps = self.steps = self.steps + 1
+        if self._is_due or self._has_ended_epochs:
+            self._end_step(monotonic_ns())
+        self._numbers[_STEPS] = steps
 
     def _end_step(self, now: int) -> None:
         """Add a measured step that ends to the totals, and begin to measure the next one if it is time."""
+        self._drop_ended()
+        if not self._is_due:
+            return
         hooks, parts = self._hooks, self.parts
         if self.steps == 1:
             if self._last_inside is None:
@@ -196,6 +210,8 @@ class Heartbeat(MeasuredProgress):
             if hooks is not None:
                 hooks.follow_thread()
             self._add_entry(now)
+            self._numbers[_FIRST_RECENT] = now
+            self._numbers[_TIMED_STEPS] = 1
         elif hooks is not None and not hooks.is_followed_thread():
             return
         if self._flops is not None and self._flops.check_step(self):
@@ -240,7 +256,7 @@ class Heartbeat(MeasuredProgress):
     def _add_entry(self, now: int, *, is_kept: bool = True) -> None:
         """Write the totals at the end of a step, and add them to the history."""
         numbers, history, width = self._numbers, self._history, len(BEAT_ENTRY)
-        numbers[_SAMPLES], numbers[_TOKENS] = self.samples, self.tokens
+        numbers[_SAMPLES], numbers[_TOKENS] = self.count_trained()
         numbers[_SAMPLED_STEPS], numbers[_SAMPLED_NS] = self.steps, now
         if not is_kept:
             return
@@ -277,7 +293,26 @@ class Heartbeat(MeasuredProgress):
                 self._last_ended = epoch
 
     def refresh(self) -> None:
-        """Write the batches, and the epoch that has returned the last one.
+        """Write what has changed since the last look: the times of steps, and the batches."""
+        self._write_times()
+        self._write_batches()
+
+    def _write_times(self) -> None:
+        """Write the times of the last steps."""
+        numbers, steps = self._numbers, self.steps
+        timed = numbers[_TIMED_STEPS]
+        if not 0 < timed < steps:
+            return
+        now = numbers[_SAMPLED_NS] if numbers[_SAMPLED_STEPS] == steps else monotonic_ns()
+        before = numbers[_FIRST_RECENT + (timed - 1) % BEAT_RECENT]
+        for step in range(max(timed, steps - BEAT_RECENT), steps):
+            elapsed = (now - before) * (step + 1 - timed) // (steps - timed)
+            numbers[_FIRST_RECENT + step % BEAT_RECENT] = before + elapsed
+        # After the slots, which a reader knows to be filled by this number.
+        numbers[_TIMED_STEPS] = steps
+
+    def _write_batches(self) -> None:
+        """Write the number of batches, and the epoch that has returned the last one.
 
         If loaders are prepared, only those count: they are the ones that loop on all ranks.
         """

@@ -66,6 +66,14 @@ class LoaderEpoch:
     def refresh(self) -> None:
         """Update the counts, if the loader does not."""
 
+    def mark_trained(self) -> None:
+        """Record that a step has followed the returned batches."""
+        self.trained_samples, self.trained_tokens = self.samples, self.tokens
+
+    def count_trained(self) -> tuple[int, int]:
+        """Return the samples and tokens of batches that a step has followed."""
+        return self.trained_samples, self.trained_tokens
+
 
 @dataclass(slots=True, eq=False)
 class TorchEpoch(LoaderEpoch):
@@ -77,6 +85,8 @@ class TorchEpoch(LoaderEpoch):
     """Samples of all ranks in a batch; 0 while each batch is looked at."""
     most_samples: int = field(default=0, init=False)
     """Samples of all ranks in the epoch."""
+    trained_batches: int = field(default=0, init=False)
+    """Number of batches that a step has followed, if samples are computed from it."""
 
     @property
     @override
@@ -88,6 +98,19 @@ class TorchEpoch(LoaderEpoch):
         self.returned = self.state["_num_yielded"]
         if self.batch_size:
             self.samples = min(self.returned * self.batch_size, self.most_samples)
+
+    @override
+    def mark_trained(self) -> None:
+        if self.batch_size:
+            self.trained_batches = self.state["_num_yielded"]
+        else:
+            self.trained_samples, self.trained_tokens = self.samples, self.tokens
+
+    @override
+    def count_trained(self) -> tuple[int, int]:
+        if self.batch_size:
+            return min(self.trained_batches * self.batch_size, self.most_samples), 0
+        return self.trained_samples, self.trained_tokens
 
     def count_by_batches(self, batch_size: int, most_samples: int) -> None:
         """Compute the samples from the number of batches from now on."""
@@ -134,12 +157,14 @@ class Progress:
 
     def __init__(self) -> None:
         self.steps = self.backwards = self.collectives = 0
-        self.samples = self.tokens = 0
-        """Samples and tokens of all ranks that were trained on."""
         self._epochs: tuple[LoaderEpoch, ...] = ()
         """Running epochs, and those that are over while a step on their last batches may follow."""
+        self._has_ended_epochs = False
+        """True if there are such ones that are over."""
         self._ended_batches = 0
         """Batches of prepared loaders in other epochs."""
+        self._ended_samples = self._ended_tokens = 0
+        """Samples and tokens of other epochs that were trained on."""
         self.step_flops, self.peak_flops = 0, 0
         """Floating-point operations of a step of this rank, and those that its device can execute per second; 0 if unknown."""
         self.inside: tuple[str, CallSite] | None = None
@@ -187,40 +212,35 @@ class Progress:
         self._base = (self.backwards, self.steps, self.batches)
 
     def count_step(self, optimizer: Any) -> None:
-        """Count a call of an optimizer's `step`. Several that are called in turn, as in a GAN, make one step."""
-        if self._epochs:
-            self._count_trained()
-        if self._begins_step(optimizer):
-            self.steps += 1
+        """Count a call of an optimizer's `step`, and what was trained on.
 
-    def _begins_step(self, optimizer: Any) -> bool:
-        """Return whether a call of `step` begins another step: nothing is stepped twice in one.
-
-        An engine may step the groups of its parameters one after the other, with one optimizer: they differ in their parameters.
+        Nothing is stepped twice in one step: several optimizers that step in turn, as in a GAN, make one. An engine may step the
+        groups of its parameters one after the other, with one optimizer: they differ in their parameters.
         """
-        stepped, others = id(optimizer), self._stepped
-        for group in optimizer.param_groups:
-            if parameters := group["params"]:
-                stepped = id(parameters[0])
-                break
-        begins = stepped in others or not others
-        if begins:
-            others.clear()
-        others.add(stepped)
-        return begins
-
-    def _count_trained(self) -> None:
-        """Count the samples of the batches that a step follows."""
-        has_ended = False
         for epoch in self._epochs:
-            epoch.refresh()
-            if epoch.samples != epoch.trained_samples:
-                self.samples += epoch.samples - epoch.trained_samples
-                self.tokens += epoch.tokens - epoch.trained_tokens
-                epoch.trained_samples, epoch.trained_tokens = epoch.samples, epoch.tokens
-            has_ended = has_ended or epoch.is_over
-        if has_ended:
+            epoch.mark_trained()
+        self._drop_ended()
+        stepped = next(
+            (id(group["params"][0]) for group in optimizer.param_groups if group["params"]), id(optimizer)
+        )
+        if stepped in self._stepped or not self._stepped:
+            self._stepped.clear()
+            self.steps += 1
+        self._stepped.add(stepped)
+
+    def _drop_ended(self) -> None:
+        """Drop epochs that are over, after a step on their last batches."""
+        if self._has_ended_epochs:
+            self._has_ended_epochs = False
             self._drop([epoch for epoch in self._epochs if epoch.is_over])
+
+    def count_trained(self) -> tuple[int, int]:
+        """Return the samples and tokens of all ranks that were trained on."""
+        samples, tokens = self._ended_samples, self._ended_tokens
+        for epoch in self._epochs:
+            more_samples, more_tokens = epoch.count_trained()
+            samples, tokens = samples + more_samples, tokens + more_tokens
+        return samples, tokens
 
     def begin_epoch(self, epoch: LoaderEpoch) -> LoaderEpoch:
         """Count the batches of an epoch, and return it."""
@@ -240,11 +260,17 @@ class Progress:
         epoch.refresh()
         epoch.is_over = True
         is_evaluation = is_finished and epoch.begin_counts == (self.steps, self.backwards)
-        if is_evaluation or epoch.samples == epoch.trained_samples:
+        if is_evaluation or (epoch.samples, epoch.tokens) == epoch.count_trained():
             self._drop([epoch])
+        else:
+            self._has_ended_epochs = True
 
     def _drop(self, dropped: Sequence[LoaderEpoch]) -> None:
         self._ended_batches += count_batches(epoch for epoch in dropped if epoch.is_prepared)
+        for epoch in dropped:
+            samples, tokens = epoch.count_trained()
+            self._ended_samples += samples
+            self._ended_tokens += tokens
         self._epochs = tuple(epoch for epoch in self._epochs if epoch not in dropped)
 
     def record_flops(self, flops: int, peak_flops: int) -> None:

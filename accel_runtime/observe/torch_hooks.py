@@ -65,7 +65,9 @@ class TorchHooks:
         self._create: Callable[[], object] | None = None
         self._is_watching = False
         self._thread = threading.get_ident()
-        self._is_compiling: Callable[[], bool] = bool
+        self.is_compiling: Callable[[], bool] = bool
+        """Function that returns True while torch.compile traces."""
+        self._step_hook: Any = None
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._epochs = _TorchEpochs(self, self._world_size)
         self._counting: list[Any] = []
@@ -78,6 +80,7 @@ class TorchHooks:
     def forget(self) -> None:
         """Record nothing from now on: in a process that the script has forked, or while the interpreter exits."""
         self.progress = self._create = None
+        self._set_step_hook(self._begin_at_step)
         self._epochs.forget()
 
     def watch(self, create: Callable[[], object] | None) -> None:
@@ -91,6 +94,7 @@ class TorchHooks:
         """Record the progress of this process."""
         self.follow_thread()
         self.progress, self._create = progress, None
+        self._set_step_hook(progress.count_step)
 
     def find(self) -> MeasuredProgress | None:
         """Return the heartbeat of this process; None without one, and in other threads."""
@@ -111,9 +115,10 @@ class TorchHooks:
 
     def _install(self, torch: ModuleType) -> None:
         # A fork server restores all modules of torch at once: only torch itself is imported. torch.optim hides the name of its module.
-        self._is_compiling = torch.compiler.is_compiling
-        optimizers = sys.modules["torch.optim.optimizer"]
-        self._counting.append(optimizers.register_optimizer_step_post_hook(self._count_step))
+        self.is_compiling = torch.compiler.is_dynamo_compiling  # one call, where is_compiling makes two
+        register = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
+        self._step_hook = register(self._begin_at_step if self.progress is None else self.progress.count_step)
+        self._counting.append(self._step_hook)
         self._parts.append(_replace_backward(self, torch, waits=self._world_size > 1))
         call_after_import("torch.utils.data.dataloader", self._watch_loaders)
 
@@ -126,15 +131,20 @@ class TorchHooks:
         for hook in self._counting:
             hook.remove()
 
-    def _count_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _set_step_hook(self, call: Callable[..., None]) -> None:
+        """Replace the function after each step of an optimizer, also while torch calls it (torch 2.9 to 2.13)."""
+        if self._step_hook is not None:
+            hooks = self._step_hook.hooks_dict_ref()
+            if self._step_hook.id in hooks:
+                hooks[self._step_hook.id] = call
+
+    def _begin_at_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """Create the heartbeat after the first step."""
         # A step that torch.compile runs is not counted: this function would break its graph.
-        if self._is_compiling():
+        if self._create is None or self.is_compiling():
             return
-        progress = self.progress
-        if progress is None:
-            if self._create is not None:
-                self.follow_thread()
-            progress = self.find()
+        self.follow_thread()
+        progress = self.find()
         if progress is not None:
             progress.count_step(optimizer)
 

@@ -156,7 +156,7 @@ def test_times_are_converted_to_those_of_the_calendar(tmp_path):
 
 
 class StepClock:
-    """A clock that is one tick later after each step of a heartbeat, so that own time is one tick a step after the first."""
+    """A clock that is one tick later at the end of each step of a heartbeat, so that own time is one tick a step after the first."""
 
     def __init__(self):
         self.writer = None
@@ -174,10 +174,11 @@ def create_writer(clock, file):
 def train(writer, steps):
     for _ in range(steps):
         writer.count_step(OPTIMIZER)
+        writer.refresh()
 
 
 def build_ticks(steps):
-    return Totals(steps, *[(steps - 1) * TICK_NS / 1e9] * 2, *[0] * 7)
+    return Totals(steps, steps * TICK_NS / 1e9, (steps - 1) * TICK_NS / 1e9, *[0] * 7)
 
 
 def assert_is_complete(beat, least):
@@ -188,8 +189,10 @@ def assert_is_complete(beat, least):
     assert len(entries) >= env.BEAT_HISTORY // 2 or stride == 1
     assert entries == tuple(build_ticks(1 + stride * number) for number in range(len(entries)))
     assert not entries or entries[-1].steps + stride > least
-    first = beat.steps - len(beat.recent)
-    assert beat.recent == tuple(step * TICK_NS / 1e9 for step in range(first, beat.steps))
+    timed = round(1e9 * beat.recent[-1] / TICK_NS) if beat.recent else 0
+    assert timed in {beat.steps, beat.steps - 1}, "the newest step is written before its time"
+    first = timed - len(beat.recent)
+    assert beat.recent == tuple((step + 1) * TICK_NS / 1e9 for step in range(first, timed))
 
 
 @settings(max_examples=30)

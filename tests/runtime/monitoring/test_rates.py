@@ -82,7 +82,7 @@ def test_another_argument_is_refused():
 def test_operations_count_for_all_ranks_and_mfu_for_one(monkeypatch):
     clock = iter((10.0, 12.0, 12.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    progress = SimpleNamespace(samples=0, tokens=0, steps=5, step_flops=10**9, peak_flops=10**10)
+    progress = SimpleNamespace(count_trained=lambda: (0, 0), steps=5, step_flops=10**9, peak_flops=10**10)
     meter = RateMeter(progress, world_size=4)
     progress.steps = 13
     assert meter.measure() == {"throughput/flops_per_s": 16e9, "throughput/mfu": 0.4}

@@ -46,7 +46,7 @@ def test_nothing_is_written_before_the_first_step(folder):
     assert not folder.beat.exists()
     for _ in range(3):
         optimizer.step()
-    beat = Beat.read(folder.beat)
+    beat = read_beat(folder)
     assert (beat.steps, beat.pid, len(beat.recent)) == (3, os.getpid(), 3)
     assert 0 < beat.recent[0] <= beat.recent[1] <= beat.recent[2] == beat.time
 

@@ -128,6 +128,7 @@ def write_beat(
         **last,
         **numbers,
     }
+    values["timed_steps"] = values["steps"]
     data = bytearray(env.BEAT_SIZE)
     struct.pack_into(f"={len(values)}q", data, 0, *values.values())
     data[env.BEAT_TEXT_RANGE] = text.encode().ljust(
