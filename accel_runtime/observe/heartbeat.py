@@ -193,10 +193,10 @@ class Heartbeat(MeasuredProgress):
         elif len(others) > 1:
             others.clear()
             others.add(stepped)
-        steps = self.steps = self.steps + 1
+        self.steps += 1
+        self._numbers[_STEPS] = self.steps
         if self._is_due or self._has_ended_epochs:
             self._end_step(monotonic_ns())
-        self._numbers[_STEPS] = steps
 
     def _end_step(self, now: int) -> None:
         """Add a measured step that ends to the totals, and begin to measure the next one if it is time."""
