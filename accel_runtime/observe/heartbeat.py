@@ -168,7 +168,8 @@ class Heartbeat(MeasuredProgress):
     def close(self) -> None:
         """Look at the script no more."""
         self._is_closed = True
-        self._end_parts()
+        if self.parts is not None:
+            self._end_parts()
 
     # Steps
 
@@ -394,6 +395,7 @@ class Heartbeat(MeasuredProgress):
     def _record_end(self) -> None:
         """Record the exit of the interpreter; a process that the script has forked leaves the file alone."""
         if self._numbers[_PID] == os.getpid():
+            self.close()
             self.refresh()
             if self._hooks is not None:
                 self._hooks.forget()
