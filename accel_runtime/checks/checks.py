@@ -178,13 +178,12 @@ class Checks:
 
     def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Check an optimizer of the process before its step; with a closure, the backward pass follows."""
-        if self._bypasses.num_steps == NUM_STEPS:
-            return  # they end in the next backward pass
         prepared = next((each for each in self._optimizers if each.optimizer is optimizer), None)
         self._bypasses.check_step(optimizer, prepared, has_closure=has_closure)
         if prepared is not None and self._is_replicated:
             self._averaging.check_optimizer(optimizer)
-        if self._bypasses.num_steps == NUM_STEPS:
+        if self._bypasses.num_steps >= NUM_STEPS:
+            _WATCHING.discard(self)  # also if this run makes no backward pass any more
             self._stop_in_backward(optimizer)
 
     def _stop_in_backward(self, optimizer: torch.optim.Optimizer) -> None:

@@ -92,6 +92,16 @@ def test_a_run_that_was_left_early_is_not_checked_in_another_one(alone):
     assert alone.run(train) == [([], 1)]
 
 
+def test_a_run_whose_checks_end_with_its_last_step_leaves_no_check_to_another_one(alone):
+    def train():
+        left = Run()
+        for _ in range(all_checks.NUM_STEPS // 2):
+            left.step_twice()
+        return count_calls("step", {}), left.accelerator.num_processes
+
+    assert alone.run(train) == [([], 1)]
+
+
 @pytest.mark.parametrize("limit", [LATE, 2 * LATE])
 def test_a_script_that_never_steps_an_optimizer_is_checked_up_to_a_limit(alone, monkeypatch, limit):
     monkeypatch.setattr(all_checks, "_MAX_PASSES", limit)
