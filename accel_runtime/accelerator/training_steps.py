@@ -123,6 +123,7 @@ class TrainingSteps:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._accumulation, self._strategy, self._checks = run.accumulation, run.strategy, run.checks
         self._is_distributed = run.backend.topology.world_size > 1
         self._scales_losses = run.precision.scaler is not None
         self._combines_gradients = run.strategy.combines_gradients
@@ -136,11 +137,11 @@ class TrainingSteps:
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
     ) -> None:
         """Run the backward pass of a loss."""
-        run, checks, loss_scale = self._run, self._run.checks, 1.0
+        accumulation, checks, loss_scale = self._accumulation, self._checks, 1.0
         if self._progress is not None:
             self._progress.backwards += 1
         if self._is_distributed:
-            loss_scale = run.loops.find_loss_scale()
+            loss_scale = self._run.loops.find_loss_scale()
         if checks.is_active:
             checks.begin_backward()
         try:
@@ -149,17 +150,17 @@ class TrainingSteps:
                 and not options
                 and loss_scale == 1
                 and not self._scales_losses
-                and run.accumulation.begin_plain_backward()
+                and accumulation.begin_plain_backward()
             ):
-                steps = run.accumulation.plugin.num_steps
-                run.strategy.backward(loss if steps == 1 else loss / steps, options)
+                steps = accumulation.plugin.num_steps
+                self._strategy.backward(loss if steps == 1 else loss / steps, options)
             else:
-                run.gradients.backward(loss, weight, loss_scale, options)
+                self._run.gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
-            if (explained := run.strategy.explain_error(error, "backward()")) is not error:
+            if (explained := self._strategy.explain_error(error, "backward()")) is not error:
                 raise explained from error
             raise
-        if run.accumulation.num_backward >= checks.next_pass:
+        if accumulation.num_backward >= checks.next_pass:
             checks.end_backward(loss, weight)
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
