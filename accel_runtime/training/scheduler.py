@@ -57,6 +57,14 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
         self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
         self._end = _find_end(scheduler)
         self._with_optimizer = with_optimizer
+        self._steps_as_is = (
+            with_optimizer
+            and self._strides == 1
+            and self._end is None
+            and not isinstance(scheduler, ReduceLROnPlateau)
+            and not any(optimizer.can_skip_steps for optimizer in optimizers)
+        )
+        """True if a call at the end of a cycle is a call of the script's scheduler, as nearly all are."""
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
         self._has_warned_of_metrics = False
         self.calls = 0
@@ -77,8 +85,12 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
         counts. A metric is averaged if it differs between ranks, so that all have one learning rate. The call is collective
         then.
         """
-        scheduler = self.scheduler
         self.calls += 1
+        if self._steps_as_is and self._accumulation.synced and not args and not kwargs:
+            self._cycles = self._accumulation.num_cycles
+            self.scheduler.step()
+            return
+        scheduler = self.scheduler
         if not self._with_optimizer:
             args, kwargs = self._average_metric(args, kwargs)
             scheduler.step(*args, **kwargs)
