@@ -260,6 +260,9 @@ class ModelInputs:
 
     def __call__(self, _module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Record the first tensor of the inputs."""
+        if args and type(args[0]) is torch.Tensor:  # as in most models
+            self._newest = weakref.ref(args[0])
+            return
         tensors = nested.list_tensors(args) or nested.list_tensors(kwargs)
         self._newest = weakref.ref(tensors[0]) if tensors else None
 
@@ -379,7 +382,7 @@ class ActiveLoops:
         """
         loop = self.open_records[-1].loop if self.open_records else None
         info = self.current_step if loop is None else loop.step_info
-        if not self.scaled and (info is None or info.loss_scale == 1):
+        if not self.scaled and (info is None or info.loss_scale == 1.0):
             return 1.0  # of all recent steps, so it need not be known which one it is
         self.scaled[:] = [reference for reference in self.scaled if reference() is not None]
         info = self._find_model_step() or info
@@ -441,7 +444,7 @@ class ActiveLoops:
 
     def _find_latest(self) -> ActiveLoops:
         """Return these loops, or those of another Accelerator that have advanced later if none of these is open."""
-        if self.open_records or not self._peers or len(self._peers) == 1:
+        if self.open_records or self._peers is None or len(self._peers) <= 1:
             return self
         newer = [
             loops

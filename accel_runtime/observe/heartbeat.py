@@ -196,14 +196,13 @@ class Heartbeat(MeasuredProgress):
             others.add(stepped)
         self.steps += 1
         self._numbers[_STEPS] = self.steps
-        if self._is_due or self._has_ended_epochs:
+        if self._has_ended_epochs:
+            self._drop_ended()
+        if self._is_due:
             self._end_step(monotonic_ns())
 
     def _end_step(self, now: int) -> None:
         """Add a measured step that ends to the totals, and begin to measure the next one if it is time."""
-        self._drop_ended()
-        if not self._is_due:
-            return
         hooks, parts = self._hooks, self.parts
         if self.steps == 1:
             if self._last_inside is None:

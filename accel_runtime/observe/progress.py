@@ -219,10 +219,13 @@ class Progress:
         """
         for epoch in self._epochs:
             epoch.mark_trained()
-        self._drop_ended()
-        stepped = next(
-            (id(group["params"][0]) for group in optimizer.param_groups if group["params"]), id(optimizer)
-        )
+        if self._has_ended_epochs:
+            self._drop_ended()
+        stepped = id(optimizer)
+        for group in optimizer.param_groups:
+            if parameters := group["params"]:
+                stepped = id(parameters[0])
+                break
         if stepped in self._stepped or not self._stepped:
             self._stepped.clear()
             self.steps += 1
@@ -230,9 +233,8 @@ class Progress:
 
     def _drop_ended(self) -> None:
         """Drop epochs that are over, after a step on their last batches."""
-        if self._has_ended_epochs:
-            self._has_ended_epochs = False
-            self._drop([epoch for epoch in self._epochs if epoch.is_over])
+        self._has_ended_epochs = False
+        self._drop([epoch for epoch in self._epochs if epoch.is_over])
 
     def count_trained(self) -> tuple[int, int]:
         """Return the samples and tokens of all ranks that were trained on."""

@@ -24,7 +24,7 @@ def build_token_counter(throughput: str | Callable[[Any], int] | Literal[True] |
         TypeError: The argument is neither a key, a function, True nor None.
     """
     if throughput is None or throughput is True:
-        throughput = TOKENS_KEY
+        return count_elements
     if isinstance(throughput, str):
         return partial(count_elements, key=throughput)
     if not callable(throughput):
@@ -35,9 +35,11 @@ def build_token_counter(throughput: str | Callable[[Any], int] | Literal[True] |
     return throughput
 
 
-def count_elements(batch: Any, key: str) -> int:
+def count_elements(batch: Any, key: str = TOKENS_KEY) -> int:
     """Return the number of elements of a tensor in a batch, by its key; 0 without it."""
-    if not isinstance(batch, Mapping):
+    kind = type(batch)
+    # The check of an abstract class takes longer than all else here.
+    if kind is list or kind is tuple or not (kind is dict or isinstance(batch, Mapping)):
         return 0
     count = getattr(batch.get(key), "numel", None)
     return int(count()) if callable(count) else 0

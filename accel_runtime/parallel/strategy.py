@@ -252,7 +252,7 @@ class Strategy:
         """
         if options:
             loss.backward(**options)  # type: ignore[no-untyped-call]
-        else:  # in a third of the time that Python takes for a call with a dictionary
+        else:  # a call with a dictionary of arguments takes 1.4 µs more
             loss.backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -57,14 +57,13 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
         self._strides = 1 if isinstance(scheduler, ReduceLROnPlateau) else strides
         self._end = _find_end(scheduler)
         self._with_optimizer = with_optimizer
-        self._steps_as_is = (
+        self._advances_always = (
             with_optimizer
-            and self._strides == 1
             and self._end is None
             and not isinstance(scheduler, ReduceLROnPlateau)
             and not any(optimizer.can_skip_steps for optimizer in optimizers)
         )
-        """True if a call at the end of a cycle is a call of the script's scheduler, as nearly all are."""
+        """True if a call at the end of a cycle advances by all strides, as nearly all do."""
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
         self._has_warned_of_metrics = False
         self.calls = 0
@@ -86,15 +85,25 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
         then.
         """
         self.calls += 1
-        if self._steps_as_is and self._accumulation.synced and not args and not kwargs:
-            self._cycles = self._accumulation.num_cycles
-            self.scheduler.step()
-            return
-        scheduler = self.scheduler
         if not self._with_optimizer:
-            args, kwargs = self._average_metric(args, kwargs)
-            scheduler.step(*args, **kwargs)
-            return
+            self._step_by_script(args, kwargs)
+        elif args or kwargs or not (self._advances_always and self._accumulation.synced):
+            self._step_with_optimizer(args, kwargs)
+        else:
+            self._cycles = self._accumulation.num_cycles
+            if self._strides > 1:
+                self._warn_interval()
+            for _ in range(self._strides):
+                self.scheduler.step()
+
+    def _step_by_script(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the script's scheduler."""
+        args, kwargs = self._average_metric(args, kwargs)
+        self.scheduler.step(*args, **kwargs)
+
+    def _step_with_optimizer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Advance, unless the optimizer waits or has skipped its step."""
+        scheduler = self.scheduler
         is_metric = isinstance(scheduler, ReduceLROnPlateau)
         if not self._is_due(is_metric=is_metric):
             if self._accumulation.plugin.adjust_scheduler and hasattr(scheduler, "_step_count"):
@@ -108,8 +117,7 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
                 return
         if has_position:
             # A position or metric, which counts once. torch would multiply by some factors again.
-            args, kwargs = self._average_metric(args, kwargs)
-            scheduler.step(*args, **kwargs)
+            self._step_by_script(args, kwargs)
             return
         for _ in range(self._strides if self._end is None else self._limit_strides(self._end)):
             scheduler.step()

@@ -30,9 +30,9 @@ def main() -> None:
         with client.makefile("rw") as parent:
             for line in parent:
                 library, loop = line.strip().split(" ", 1)
-                # Blocks of other processes were before, and a sampled step would otherwise be in every block.
-                loops[library]["warm up"]()
                 run_block = loops[library][loop]
+                # Blocks of other processes were before: a launcher measures the first steps after a pause.
+                loops[library]["step"]()
                 start = time.thread_time_ns()
                 run_block()
                 print((time.thread_time_ns() - start) / _ITERATIONS / 1000, file=parent, flush=True)
@@ -74,7 +74,6 @@ def _build_loops(library: str) -> dict[str, Callable[[], None]]:
             pass
 
     return {
-        "warm up": lambda: train(batches[:16]),
         "step": lambda: train(batches),
         "step with a loader": lambda: train(loader),
         "batch": read,

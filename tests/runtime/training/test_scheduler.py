@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -22,15 +23,16 @@ from torch.optim.lr_scheduler import (
 
 from accel_runtime import Accelerator
 from accel_runtime.training.accumulation import Accumulation
+from accel_runtime.training.loss_scaler import LossScaler
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.scheduler import PreparedScheduler
 
 
-def prepare_scheduler(make, *, strides=1, with_optimizer=True, cycle=1):
+def prepare_scheduler(make, *, strides=1, with_optimizer=True, cycle=1, scaler=None):
     """Return a scheduler of an optimizer of rate 1, the optimizer, and the accumulation."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     accumulation = Accumulation(cycle)
-    prepared = PreparedOptimizer(optimizer, accumulation, None)
+    prepared = PreparedOptimizer(optimizer, accumulation, scaler)
     scheduler = PreparedScheduler(
         make(optimizer), [prepared], accumulation, strides=strides, with_optimizer=with_optimizer
     )
@@ -71,11 +73,15 @@ def test_a_scheduler_does_not_advance_before_the_end_of_a_cycle():
 
 
 def test_a_scheduler_does_not_advance_if_its_optimizer_skipped_the_step():
-    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler)
-    optimizer.step()
-    optimizer.step_was_skipped = True
-    scheduler.step()
-    assert scheduler.last_epoch == 0
+    scaler = LossScaler("cpu")
+    scheduler, optimizer, _ = prepare_scheduler(build_halving_scheduler, scaler=scaler)
+    (weight,) = optimizer.parameters
+    for factor, rate in [(math.inf, 1.0), (1.0, 0.5)]:
+        scaler.scale(weight * factor).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert scheduler.get_last_lr() == [rate]
 
 
 def test_a_scheduler_without_step_with_optimizer_advances_once_a_call():
