@@ -96,8 +96,8 @@ def _read_state(loader: Any) -> Any:
     """Return the state of a loader after the batches to skip."""
     for count, _ in enumerate(loader, 1):
         if count == _BATCHES:
-            break
-    return loader.state_dict()
+            return loader.state_dict()
+    raise AssertionError
 
 
 def _measure(
