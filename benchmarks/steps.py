@@ -21,14 +21,12 @@ Linear(4, 4), `optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zer
 that overhead dominates. Every step uses the same batch, or a shuffled loader reads 32 samples for each from a
 TensorDataset. A batch is such a reading without a step. On 2 processes the model is in DDP.
 
-Bare is the loop without a library, in the same processes as the loop of the library. On one process under
-`accel launch` it is a process of its own under `python`, so that what the launcher adds counts; so it is for
-*no library*, the bare loop under `accel launch`. Two processes with the same loop differ by up to 10 µs, so these
-rows are less exact. All processes of a round exist at once. One program at a time runs a block of 256 iterations
-(128 on 2 processes) after one that does not count, so that blocks of all rows alternate. Each round starts new
-processes. Added is the median difference of blocks. Goals, where a bare step takes 75: at most 2 added to a script
-without a library under `accel launch`; to one of accel 4 under `python`, 5 under `accel launch`, and 15 on
-2 processes."""
+Bare is the loop without a library, in the same processes as the loop of the library. *No library* is that loop under
+`accel launch`; bare beside it, and beside accel there, is without what the launcher has in torch: its hook after each
+step, and the looks of its thread. One program at a time runs a block of 256 iterations (128 on 2 processes) after one
+that does not count, so that blocks of all rows alternate. Each round starts new processes. Added is the median
+difference of blocks. Goals, where a bare step takes 75: at most 2 added to a script without a library under
+`accel launch`; to one of accel 4 under `python`, 5 under `accel launch`, and 15 on 2 processes."""
 _ROUNDS = 2
 """Rounds for each repetition of the benchmarks."""
 _BLOCKS = 5
@@ -39,7 +37,7 @@ _Measure = Callable[[str, str], float]
 
 
 class _Program(NamedTuple):
-    """Launcher as the page shows it, its command, and the libraries whose loops alternate in its processes."""
+    """Launcher as the page shows it, its command, and the libraries whose loops alternate with the bare one in its processes."""
 
     launcher: str
     command: tuple[str, ...]
@@ -55,18 +53,14 @@ def measure_steps(bench: Bench) -> Table:
     launch = (f"{bench.accel}/accel", "launch", "--quiet", "--nproc-per-node")
     two = ("--standalone", "--nproc-per-node", "2")
     one_process = [
-        _Program("python", (python["accel_runtime"],), ("torch",)),
-        _Program("accel launch", (*launch, "1"), ("torch",)),
-        _Program("python", (python["accel_runtime"],), ("torch", "accel_runtime")),
-        _Program("accel launch", (*launch, "1"), ("accel_runtime",)),
-        _Program("python", (python["accelerate"],), ("torch", "accelerate")),
+        _Program("accel launch", (*launch, "1"), ("torch", "accel_runtime")),
+        _Program("python", (python["accel_runtime"],), ("accel_runtime",)),
+        _Program("python", (python["accelerate"],), ("accelerate",)),
     ]
     two_processes = [
-        _Program("torchrun", (torchrun["accel_runtime"], *two), ("torch",)),
-        _Program("accel launch", (*launch, "2"), ("torch",)),
-        _Program("torchrun", (torchrun["accel_runtime"], *two), ("torch", "accel_runtime")),
         _Program("accel launch", (*launch, "2"), ("torch", "accel_runtime")),
-        _Program("torchrun", (torchrun["accelerate"], *two), ("torch", "accelerate")),
+        _Program("torchrun", (torchrun["accel_runtime"], *two), ("accel_runtime",)),
+        _Program("torchrun", (torchrun["accelerate"], *two), ("accelerate",)),
     ]
     rows = [
         *_measure(bench, "1 process", 1, one_process, ("step", "step with a loader", "batch")),
@@ -79,12 +73,12 @@ def measure_steps(bench: Bench) -> Table:
 def _measure(
     bench: Bench, label: str, nproc: int, programs: list[_Program], loops: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each loop of each program but the first, whose loop without a library is the one to compare with."""
+    """Yield a row for each loop of each library of each program."""
     times: dict[tuple[str, int, str], list[float]] = {
         (loop, index, library): []
         for loop in loops
         for index, program in enumerate(programs)
-        for library in program.libraries
+        for library in ("bare", *program.libraries)
     }
     for _ in range(_ROUNDS * bench.repeats):
         with ExitStack() as stack:
@@ -95,11 +89,10 @@ def _measure(
                     if block:
                         measured.append(microseconds)
     for loop in loops:
-        for index, program in enumerate(programs[1:], 1):
-            library = program.libraries[-1]
-            bare = times[loop, index if len(program.libraries) > 1 else 0, "torch"]
-            blocks = Blocks(bare, times[loop, index, library])
-            yield blocks.to_row(f"{label}, {loop}: {_NAMES[library]}, `{program.launcher}`")
+        for index, program in enumerate(programs):
+            for library in program.libraries:
+                blocks = Blocks(times[loop, index, "bare"], times[loop, index, library])
+                yield blocks.to_row(f"{label}, {loop}: {_NAMES[library]}, `{program.launcher}`")
 
 
 @contextmanager

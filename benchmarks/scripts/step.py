@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,20 +25,42 @@ _BATCH_SIZE = 32
 def main() -> None:
     """Answer each line `LIBRARY LOOP` with microseconds of CPU time of this thread for one iteration."""
     address, *libraries = sys.argv[1:]
-    loops = {library: _build_loops(library) for library in libraries}
+    loops = {library: _build_loops(library) for library in dict.fromkeys(["torch", *libraries])}
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(address)
         with client.makefile("rw") as parent:
             for line in parent:
                 library, loop = line.strip().split(" ", 1)
-                run_block = loops[library][loop]
+                is_bare = library == "bare"
+                blocks = loops["torch" if is_bare else library]
                 # Blocks of other processes were before: a launcher measures the first steps after a pause.
-                loops[library]["step"]()
-                start = time.thread_time_ns()
-                run_block()
-                print((time.thread_time_ns() - start) / _ITERATIONS / 1000, file=parent, flush=True)
+                blocks["step"]()
+                with _without_launcher() if is_bare else nullcontext():
+                    start = time.thread_time_ns()
+                    blocks[loop]()
+                    elapsed = time.thread_time_ns() - start
+                print(elapsed / _ITERATIONS / 1000, file=parent, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@contextmanager
+def _without_launcher() -> Iterator[None]:
+    """Remove what `accel launch` has in torch's functions inside the context, in which it looks at no step."""
+    # torch.optim hides the name of the module, and torch has no function that removes all hooks.
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks  # noqa: SLF001
+    observer = sys.modules.get("accel_runtime.observe.heartbeat")
+    progress = None if observer is None else observer.heartbeat()
+    removed = dict(hooks)
+    hooks.clear()
+    if progress is not None:
+        progress.look = lambda: None
+    try:
+        yield
+    finally:
+        hooks.update(removed)
+        if progress is not None:
+            del progress.look
 
 
 def _build_loops(library: str) -> dict[str, Callable[[], None]]:
@@ -56,7 +79,8 @@ def _build_loops(library: str) -> dict[str, Callable[[], None]]:
     else:
         backward = torch.Tensor.backward
         if _WORLD_SIZE > 1:
-            dist.init_process_group("gloo")
+            if not dist.is_initialized():
+                dist.init_process_group("gloo")
             model = DistributedDataParallel(model)
             loader = DataLoader(data, batch_size=_BATCH_SIZE, sampler=DistributedSampler(data))
     batches = [(torch.randn(_BATCH_SIZE, 4), torch.randn(_BATCH_SIZE, 4))] * _ITERATIONS
