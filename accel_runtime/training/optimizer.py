@@ -22,7 +22,7 @@ from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.loss_scaler import LossScaler
 
-__all__ = ["AcceleratedOptimizer", "PreparedOptimizer"]
+__all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "can_skip_steps"]
 
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.optimizer"))
 
@@ -266,11 +266,6 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
         )
 
     @property
-    def can_skip_steps(self) -> bool:
-        """Return whether a step may be skipped, since losses are scaled."""
-        return self._scaler is not None or self._strategy_skips
-
-    @property
     def has_used_gradients(self) -> bool:
         """Return whether there was a step, or gradients were cleared, since the newest backward pass of any model."""
         return self._used_backward == self._accumulation.num_backward
@@ -337,6 +332,11 @@ class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] #
     def __setstate__(self, state: dict[str, Any]) -> None:
         connections = dict.fromkeys(("_strategy", "_stepped", "_check", "_gather"))
         self.__dict__.update(state, _progress=_find_progress(), **connections)
+
+
+def can_skip_steps(optimizer: PreparedOptimizer) -> bool:
+    """Return whether a step of the optimizer may be skipped, since losses are scaled."""
+    return optimizer._scaler is not None or optimizer._strategy_skips  # noqa: SLF001 - its public names are those of scripts
 
 
 def _find_progress() -> Progress | None:

@@ -14,7 +14,7 @@ from accel_runtime.foundation.stand_in import StandIn
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.training.accumulation import Accumulation
-from accel_runtime.training.optimizer import PreparedOptimizer
+from accel_runtime.training.optimizer import PreparedOptimizer, can_skip_steps
 
 __all__ = ["AcceleratedScheduler", "PreparedScheduler"]
 
@@ -61,7 +61,7 @@ class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
             with_optimizer
             and self._end is None
             and not isinstance(scheduler, ReduceLROnPlateau)
-            and not any(optimizer.can_skip_steps for optimizer in optimizers)
+            and not any(map(can_skip_steps, optimizers))
         )
         """True if a call at the end of a cycle advances by all strides, as nearly all do."""
         self._gather = gather if isinstance(scheduler, ReduceLROnPlateau) else None
