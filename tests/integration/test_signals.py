@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.commands import Accel
 from support.processes import Process
-from support.waits import limit, wait_until
+from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 from accel_cli.runner import guard
 
@@ -150,7 +150,7 @@ def test_a_signal_while_packages_are_imported_ends_the_launch_without_a_tracebac
 ):
     """Also as process 1 of a container, where the kernel discards signals without a handler."""
     (tmp_path / package).mkdir()
-    slow = "import time\nprint('importing', flush=True)\ntime.sleep(120)\n"
+    slow = "import time\nprint('importing', flush=True)\n" + WAIT_FOR_SIGNAL
     (tmp_path / package / "__init__.py").write_text(slow)
     (tmp_path / "train.py").touch()
     command = [

@@ -242,7 +242,8 @@ def interrupt_session_and_save(folder, after):
     if not is_last_rank():
         os.kill(os.getppid(), signal.SIGINT)
     try:
-        time.sleep(600)
+        while True:
+            time.sleep(0.1)
     except KeyboardInterrupt:
         time.sleep(0.2)
         (folder / os.environ["RANK"]).touch()
@@ -329,7 +330,8 @@ def work():
     Path("up" + rank).write_text(str(os.getpid()))
     Path("ready" + rank).touch()
     try:
-        time.sleep(600)
+        while True:
+            time.sleep(0.1)
     finally:
         time.sleep(0.5)
         Path("saved" + rank).touch()
@@ -365,7 +367,7 @@ def test_an_interrupt_ends_all_processes(tmp_path):
     script.write_text(
         "import os, time\nfrom pathlib import Path\nfrom accel_runtime import debug_launcher\n"
         "def work():\n    Path('up' + os.environ['RANK']).write_text(str(os.getpid()))\n"
-        "    Path('ready' + os.environ['RANK']).touch()\n    time.sleep(600)\n"
+        "    Path('ready' + os.environ['RANK']).touch()\n    while True:\n        time.sleep(0.1)\n"
         "debug_launcher(work)\n"
     )
     with Process(

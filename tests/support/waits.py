@@ -17,7 +17,10 @@ LONGEST_S = 840
 """The longest limit: below the 15 minutes after which pytest ends a worker, so that the error names what did not happen."""
 INTERVAL_S = 0.01
 WAIT_FOR_SIGNAL = "while True:\n    time.sleep(0.1)\n"
-"""The end of a script that has signal handlers. Not one long sleep: the handler of a signal that arrives as it begins runs after it."""
+"""The end of a script that handles signals in Python, as it does SIGINT.
+
+Not one long sleep: the handler of a signal that arrives as a sleep begins runs after it.
+"""
 
 
 def limit(seconds):

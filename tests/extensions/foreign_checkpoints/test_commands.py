@@ -101,7 +101,7 @@ def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatc
         "from accel_runtime.extensions.foreign_checkpoints import dcp_export\n"
         "def wait(*_):\n"
         "    dcp_export._print_line({'read': 1})\n"
-        "    time.sleep(600)\n"
+        "    while True:\n        time.sleep(0.1)\n"
         "dcp_export._read_pieces = wait\n"
         "dcp_export.main(sys.argv[1:])\n"
     )
