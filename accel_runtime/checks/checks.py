@@ -1,4 +1,4 @@
-"""The checks of a run: in the first steps, after `prepare` and after a checkpoint is loaded, and two that go on."""
+"""The checks of a run: of the first steps, of those after `prepare` and after a checkpoint is loaded, and two of all steps."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Checks:
             self.replicas.restart()
 
     def watch_prepared(self, *, has_new: bool) -> None:
-        """Check the steps after a `prepare`; one without new objects, such as for a loader of an evaluation, is no beginning."""
+        """Check the steps after a `prepare` with new objects, or after the first one; not after that of a loader alone."""
         if has_new or not self._min_optimizer_steps:
             self.watch()
 
