@@ -111,13 +111,13 @@ def main(arguments: list[str]) -> None:
     if folder:
         serve_stacks(folder)
     if _ACCELERATE_LIMITS in os.environ or _RANK_FOLDER in os.environ:
-        from accel_runtime.environment.import_hooks import call_after_import  # noqa: PLC0415 - for scripts of ranks
+        from accel_runtime.observe.import_hooks import call_after_import  # noqa: PLC0415 - for scripts of ranks
 
         call_after_import("accelerate.state", _report_limits)
     if _RANK_FOLDER in os.environ:
         # Ranks without a folder need not import them.
-        from accel_runtime.environment.threads import wait_at_group_end  # noqa: PLC0415
         from accel_runtime.observe.collective_trace import serve_trace_requests  # noqa: PLC0415
+        from accel_runtime.observe.threads import wait_at_group_end  # noqa: PLC0415
         from accel_runtime.observe.torch_hooks import watch_progress  # noqa: PLC0415
 
         watch_progress(_create_heartbeat)
@@ -125,7 +125,7 @@ def main(arguments: list[str]) -> None:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
     if folder and rank != "0":
-        from accel_runtime.environment.debuggers import skip_debuggers  # noqa: PLC0415 - rank 0 need not import it
+        from accel_runtime.observe.debuggers import skip_debuggers  # noqa: PLC0415 - rank 0 need not import it
 
         skip_debuggers(lambda place: _report_debugger(folder, rank, place))
     # Registered before the script's own functions, so that it runs after them.
@@ -151,7 +151,7 @@ def wait_for_collectives() -> None:
     """Wait at exit for the threads of torch's collectives, which could abort the process after its work is done."""
     if "torch.distributed" in sys.modules:
         with contextlib.suppress(ImportError):
-            from accel_runtime.environment import threads  # noqa: PLC0415 - ranks without torch need not import it
+            from accel_runtime.observe import threads  # noqa: PLC0415 - ranks without torch need not import it
 
             threads.wait_for_collectives()
 

@@ -30,7 +30,7 @@ from accel_cli.runner.shutdown import Orphans, end_processes
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import read_text
 from accel_cli.worker import REPLICA_COUNT_FILE
-from accel_runtime.environment.kernel_log import read_kernel_log
+from accel_runtime.observe.kernel_log import read_kernel_log
 
 __all__ = ["OomKillCounter", "ReplicaWatch", "WorkerProcesses", "check_open_files"]
 

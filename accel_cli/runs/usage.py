@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import LineReader, read_text
-from accel_runtime.environment.nvml import load_nvml
+from accel_runtime.observe.nvml import load_nvml
 
 __all__ = ["PeakMemory", "read_cpu_time", "read_gpu_usage", "read_peak_memory", "read_rss"]
 

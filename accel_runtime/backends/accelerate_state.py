@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.observe.import_hooks import call_after_import
 
 __all__ = ["share_backend"]
 

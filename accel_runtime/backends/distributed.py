@@ -38,7 +38,6 @@ from accel_runtime.collectives.stalls import RankMonitor, rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
-from accel_runtime.environment.threads import PAUSE_S, wait_for_collectives, wait_for_threads
 from accel_runtime.environment.topology import Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import MeshSizes
@@ -49,6 +48,7 @@ from accel_runtime.foundation.torch_internals import (
     default_store,
 )
 from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.threads import PAUSE_S, wait_for_collectives, wait_for_threads
 
 __all__ = [
     "REDUCE_OPS",

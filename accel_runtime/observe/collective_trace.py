@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from accel_runtime.environment.import_hooks import call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_torch_import
 from accel_runtime.observe.request_pipes import serve_requests
 
 __all__ = ["TRACE_FILE", "TRACE_REQUEST_FILE", "serve_trace_requests", "write_trace"]

@@ -15,7 +15,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
 from accel_runtime.observe.throughput import TOKENS_KEY, count_elements, count_samples
 
 if TYPE_CHECKING:

@@ -83,7 +83,7 @@ def test_a_failure_that_cannot_be_recorded_is_printed(tmp_path, monkeypatch):
 
 LEAVES_A_GROUP = """
 import atexit, torch.distributed as dist
-from accel_runtime.environment import threads
+from accel_runtime.observe import threads
 threads.wait_for_threads = lambda *seconds: print("waits", *seconds)
 atexit.register(print, "function of the script")
 {group}

@@ -13,7 +13,7 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any, Final
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.observe.import_hooks import call_after_import
 
 __all__ = ["DATA_DRAWS", "DRAWS", "NORMS", "ORDER", "PADDING", "SUM", "apply_changes"]
 

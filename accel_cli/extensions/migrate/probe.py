@@ -31,7 +31,7 @@ from typing import Any
 from accel_cli.extensions.migrate.counter_runs import apply_changes
 from accel_cli.extensions.migrate.step_records import RunConfig, StepRecorder
 from accel_cli.worker import execute, prepare_script, print_exception
-from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
 
 __all__ = ["Probe", "main"]
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from accel_runtime.environment.cgroup import count_cpus, read_available_memory
-from accel_runtime.environment.kernel_log import read_kernel_log
-from accel_runtime.environment.nvml import load_nvml
 from accel_runtime.environment.settings import __version__
 from accel_runtime.extensions.node_check.facts import FolderFacts, NodeFacts, PeerFacts
+from accel_runtime.observe.kernel_log import read_kernel_log
+from accel_runtime.observe.nvml import load_nvml
 
 __all__ = ["GpuErrors", "measure_folder", "measure_node", "read_gpu_errors"]
 

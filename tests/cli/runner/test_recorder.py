@@ -18,7 +18,7 @@ from accel_cli.runner import recorder
 from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.usage import read_gpu_usage
-from accel_runtime.environment.nvml import load_nvml
+from accel_runtime.observe.nvml import load_nvml
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_runtime import Accelerator
-from accel_runtime.environment.threads import PAUSE_S, find_running_threads, wait_for_threads
+from accel_runtime.observe.threads import PAUSE_S, find_running_threads, wait_for_threads
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
 ROUNDS = 4_000_000

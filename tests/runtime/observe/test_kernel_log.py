@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_runtime.environment import kernel_log
+from accel_runtime.observe import kernel_log
 
 
 class Log(SimpleNamespace):

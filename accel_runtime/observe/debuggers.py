@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from accel_runtime.environment.import_hooks import call_after_import
+from accel_runtime.observe.import_hooks import call_after_import
 
 __all__ = ["skip_debuggers"]
 

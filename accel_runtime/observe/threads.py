@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from accel_runtime.environment.import_hooks import call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_torch_import
 
 __all__ = ["PAUSE_S", "wait_at_group_end", "wait_for_collectives", "wait_for_threads"]
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_runtime.environment.import_hooks import call_after_import, call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
 
 
 @pytest.fixture
