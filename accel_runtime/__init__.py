@@ -10,24 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_runtime.accelerate.imports import is_rich_available as is_rich_available
+    from accel_runtime.accelerate.operations import broadcast as broadcast
+    from accel_runtime.accelerate.operations import broadcast_object_list as broadcast_object_list
+    from accel_runtime.accelerate.operations import gather as gather
+    from accel_runtime.accelerate.operations import gather_object as gather_object
+    from accel_runtime.accelerate.operations import pad_across_processes as pad_across_processes
+    from accel_runtime.accelerate.operations import reduce as reduce
+    from accel_runtime.accelerate.operations import send_to_device as send_to_device
+    from accel_runtime.accelerate.operations import split_between_processes as split_between_processes
+    from accel_runtime.accelerate.operations import synchronize_rng_states as synchronize_rng_states
     from accel_runtime.accelerator.accelerator import Accelerator as Accelerator
     from accel_runtime.accelerator.description import Description as Description
     from accel_runtime.accelerator.local_sgd import LocalSGD as LocalSGD
-    from accel_runtime.accelerator.operations import broadcast as broadcast
-    from accel_runtime.accelerator.operations import broadcast_object_list as broadcast_object_list
-    from accel_runtime.accelerator.operations import gather as gather
-    from accel_runtime.accelerator.operations import gather_object as gather_object
-    from accel_runtime.accelerator.operations import pad_across_processes as pad_across_processes
-    from accel_runtime.accelerator.operations import reduce as reduce
-    from accel_runtime.accelerator.operations import send_to_device as send_to_device
-    from accel_runtime.accelerator.operations import split_between_processes as split_between_processes
-    from accel_runtime.accelerator.operations import synchronize_rng_states as synchronize_rng_states
     from accel_runtime.accelerator.state import PartialState as PartialState
     from accel_runtime.backends.rng import set_seed as set_seed
     from accel_runtime.collectives.handshake import MismatchError as MismatchError
     from accel_runtime.collectives.handshake import RankLostError as RankLostError
     from accel_runtime.collectives.handshake import StallError as StallError
-    from accel_runtime.compat.imports import is_rich_available as is_rich_available
     from accel_runtime.data.loader import skip_first_batches as skip_first_batches
     from accel_runtime.environment.settings import Settings as Settings
     from accel_runtime.environment.topology import Topology as Topology
@@ -70,10 +70,8 @@ accelerate_version = "1.15.0"
 
 
 _EXPORTS = {
-    "accelerator.accelerator": ("Accelerator",),
-    "accelerator.description": ("Description",),
-    "accelerator.local_sgd": ("LocalSGD",),
-    "accelerator.operations": (
+    "accelerate.imports": ("is_rich_available",),
+    "accelerate.operations": (
         "broadcast",
         "broadcast_object_list",
         "gather",
@@ -84,10 +82,12 @@ _EXPORTS = {
         "split_between_processes",
         "synchronize_rng_states",
     ),
+    "accelerator.accelerator": ("Accelerator",),
+    "accelerator.description": ("Description",),
+    "accelerator.local_sgd": ("LocalSGD",),
     "accelerator.state": ("PartialState",),
     "backends.rng": ("set_seed",),
     "collectives.handshake": ("MismatchError", "RankLostError", "StallError"),
-    "compat.imports": ("is_rich_available",),
     "data.loader": ("skip_first_batches",),
     "environment.settings": ("Settings",),
     "environment.topology": ("Topology",),
@@ -149,9 +149,7 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_MODULES[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    return importlib.import_module("accel_runtime.compat.accelerate_package").import_from_accelerate(
-        __name__, name
-    )
+    return importlib.import_module("accel_runtime.accelerate.package").import_from_accelerate(__name__, name)
 
 
 def __dir__() -> list[str]:

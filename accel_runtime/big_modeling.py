@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accel_runtime.compat.accelerate_package import import_from_accelerate
+from accel_runtime.accelerate.package import import_from_accelerate
 from accel_runtime.parallel.big_modeling import *  # noqa: F403
 from accel_runtime.parallel.big_modeling import __all__  # noqa: F401
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from accel_runtime.compat.accelerate_package import import_from_accelerate
-from accel_runtime.compat.data_loader import *  # noqa: F403
-from accel_runtime.compat.data_loader import __all__  # noqa: F401
+from accel_runtime.accelerate.data_loader import *  # noqa: F403
+from accel_runtime.accelerate.data_loader import __all__  # noqa: F401
+from accel_runtime.accelerate.package import import_from_accelerate
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from accel_runtime.compat.accelerate_package import import_from_accelerate
+from accel_runtime.accelerate.package import import_from_accelerate
 
 __all__: list[str] = []
 

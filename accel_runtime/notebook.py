@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
+from accel_runtime.accelerate.environment import patch_environment
 from accel_runtime.backends import set_current_backend
-from accel_runtime.compat.environment import patch_environment
 from accel_runtime.environment.settings import RANK_FOLDER, MixedPrecision, Settings, is_placed_by_device
 from accel_runtime.environment.text import decode_text, encode_text, print_note
 from accel_runtime.foundation.keywords import check_keywords_of

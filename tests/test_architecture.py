@@ -67,8 +67,8 @@ READ_THE_ENVIRONMENT = (
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
     "accel_runtime/collectives/transport.py",
     # They change the environment, as the functions of Accelerate do whose names they have.
-    "accel_runtime/compat/environment.py",
-    "accel_runtime/compat/launch.py",
+    "accel_runtime/accelerate/environment.py",
+    "accel_runtime/accelerate/launch.py",
     "accel_runtime/backends/__init__.py",
     # deepspeed reads its variables when it is imported.
     "accel_runtime/extensions/deepspeed/",
@@ -90,7 +90,7 @@ LAYERS = {
         # Module paths of Accelerate, without code.
         "big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config scheduler state tracking",
         "notebook probe selfcheck transformers",
-        "compat", "accelerator", "checkpoint", "export", "checks", "data", "training", "parallel", "monitoring", "backends", "storage",
+        "accelerate", "accelerator", "checkpoint", "export", "checks", "data", "training", "parallel", "monitoring", "backends", "storage",
         "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (

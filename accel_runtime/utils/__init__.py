@@ -6,36 +6,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import accel_runtime
-from accel_runtime.compat.accelerate_package import import_from_accelerate
+from accel_runtime.accelerate.package import import_from_accelerate
 
 # Type checkers execute these imports; at run time the table below has the module of each name.
 if TYPE_CHECKING:
     from accel_runtime import *  # noqa: F403
-    from accel_runtime.accelerator.operations import concatenate as concatenate
-    from accel_runtime.accelerator.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
-    from accel_runtime.accelerator.operations import convert_to_fp32 as convert_to_fp32
-    from accel_runtime.accelerator.operations import (
+    from accel_runtime.accelerate.environment import patch_environment as patch_environment
+    from accel_runtime.accelerate.fsdp_utils import load_fsdp_model as load_fsdp_model
+    from accel_runtime.accelerate.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
+    from accel_runtime.accelerate.fsdp_utils import merge_fsdp_weights as merge_fsdp_weights
+    from accel_runtime.accelerate.fsdp_utils import save_fsdp_model as save_fsdp_model
+    from accel_runtime.accelerate.fsdp_utils import save_fsdp_optimizer as save_fsdp_optimizer
+    from accel_runtime.accelerate.imports import *  # noqa: F403
+    from accel_runtime.accelerate.launch import PrepareForLaunch as PrepareForLaunch
+    from accel_runtime.accelerate.launch import write_basic_config as write_basic_config
+    from accel_runtime.accelerate.operations import concatenate as concatenate
+    from accel_runtime.accelerate.operations import convert_outputs_to_fp32 as convert_outputs_to_fp32
+    from accel_runtime.accelerate.operations import convert_to_fp32 as convert_to_fp32
+    from accel_runtime.accelerate.operations import (
         extract_model_from_parallel as extract_model_from_parallel,
     )
-    from accel_runtime.accelerator.operations import find_batch_size as find_batch_size
-    from accel_runtime.accelerator.operations import honor_type as honor_type
-    from accel_runtime.accelerator.operations import is_torch_tensor as is_torch_tensor
-    from accel_runtime.accelerator.operations import listify as listify
-    from accel_runtime.accelerator.operations import recursively_apply as recursively_apply
-    from accel_runtime.accelerator.operations import synchronize_rng_state as synchronize_rng_state
-    from accel_runtime.accelerator.operations import wait_for_everyone as wait_for_everyone
-    from accel_runtime.compat.environment import patch_environment as patch_environment
-    from accel_runtime.compat.fsdp_utils import load_fsdp_model as load_fsdp_model
-    from accel_runtime.compat.fsdp_utils import load_fsdp_optimizer as load_fsdp_optimizer
-    from accel_runtime.compat.fsdp_utils import merge_fsdp_weights as merge_fsdp_weights
-    from accel_runtime.compat.fsdp_utils import save_fsdp_model as save_fsdp_model
-    from accel_runtime.compat.fsdp_utils import save_fsdp_optimizer as save_fsdp_optimizer
-    from accel_runtime.compat.imports import *  # noqa: F403
-    from accel_runtime.compat.launch import PrepareForLaunch as PrepareForLaunch
-    from accel_runtime.compat.launch import write_basic_config as write_basic_config
-    from accel_runtime.compat.other import MegatronLMDummyScheduler as MegatronLMDummyScheduler
-    from accel_runtime.compat.other import load as load
-    from accel_runtime.compat.other import save as save
+    from accel_runtime.accelerate.operations import find_batch_size as find_batch_size
+    from accel_runtime.accelerate.operations import honor_type as honor_type
+    from accel_runtime.accelerate.operations import is_torch_tensor as is_torch_tensor
+    from accel_runtime.accelerate.operations import listify as listify
+    from accel_runtime.accelerate.operations import recursively_apply as recursively_apply
+    from accel_runtime.accelerate.operations import synchronize_rng_state as synchronize_rng_state
+    from accel_runtime.accelerate.operations import wait_for_everyone as wait_for_everyone
+    from accel_runtime.accelerate.other import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+    from accel_runtime.accelerate.other import load as load
+    from accel_runtime.accelerate.other import save as save
     from accel_runtime.extensions.deepspeed.plugin import DummyOptim as DummyOptim
     from accel_runtime.extensions.deepspeed.plugin import DummyScheduler as DummyScheduler
     from accel_runtime.extensions.deepspeed.plugin import HfDeepSpeedConfig as HfDeepSpeedConfig
@@ -49,22 +49,22 @@ _MODULES = {
     "accel_runtime.training.memory": ("clear_device_cache",),
     "accel_runtime.foundation.options": ("KwargsHandler",),
     "accel_runtime.training.compile": ("compile_regions", "has_compiled_regions", "is_compiled_module"),
-    "accel_runtime.compat.environment": ("patch_environment",),
-    "accel_runtime.compat.fsdp_utils": (
+    "accel_runtime.accelerate.environment": ("patch_environment",),
+    "accel_runtime.accelerate.fsdp_utils": (
         "load_fsdp_model",
         "load_fsdp_optimizer",
         "merge_fsdp_weights",
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ),
-    "accel_runtime.compat.launch": ("PrepareForLaunch", "write_basic_config"),
-    "accel_runtime.compat.other": (
+    "accel_runtime.accelerate.launch": ("PrepareForLaunch", "write_basic_config"),
+    "accel_runtime.accelerate.other": (
         "MegatronLMDummyScheduler",
         "load",
         "save",
     ),
     "accel_runtime.extensions.deepspeed.plugin": ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"),
-    "accel_runtime.accelerator.operations": (
+    "accel_runtime.accelerate.operations": (
         "concatenate",
         "convert_outputs_to_fp32",
         "convert_to_fp32",
@@ -97,7 +97,7 @@ _SUBMODULES = frozenset(
     }
 )
 """The modules that `import accelerate` makes attributes of `accelerate.utils`."""
-_CHECKS = "accel_runtime.compat.imports"
+_CHECKS = "accel_runtime.accelerate.imports"
 """The module of the names with `is_`."""
 
 

@@ -1,10 +1,10 @@
-"""Functions of `accel_runtime.compat.environment` under the module path of Accelerate."""
+"""Functions of `accel_runtime.accelerate.environment` under the module path of Accelerate."""
 
 from typing import Any
 
-from accel_runtime.compat.accelerate_package import import_from_accelerate
-from accel_runtime.compat.environment import *  # noqa: F403
-from accel_runtime.compat.environment import __all__  # noqa: F401
+from accel_runtime.accelerate.environment import *  # noqa: F403
+from accel_runtime.accelerate.environment import __all__  # noqa: F401
+from accel_runtime.accelerate.package import import_from_accelerate
 
 
 def __getattr__(name: str) -> Any:

@@ -1,3 +1,3 @@
-"""Functions of `accel_runtime.compat.fsdp_utils` under the module path of Accelerate."""
+"""Functions of `accel_runtime.accelerate.fsdp_utils` under the module path of Accelerate."""
 
-from accel_runtime.compat.fsdp_utils import *  # noqa: F403
+from accel_runtime.accelerate.fsdp_utils import *  # noqa: F403

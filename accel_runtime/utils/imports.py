@@ -1,3 +1,3 @@
-"""Functions of `accel_runtime.compat.imports` under the module path of Accelerate."""
+"""Functions of `accel_runtime.accelerate.imports` under the module path of Accelerate."""
 
-from accel_runtime.compat.imports import *  # noqa: F403
+from accel_runtime.accelerate.imports import *  # noqa: F403

@@ -1,3 +1,3 @@
-"""Functions of `accel_runtime.compat.launch` under the module path of Accelerate."""
+"""Functions of `accel_runtime.accelerate.launch` under the module path of Accelerate."""
 
-from accel_runtime.compat.launch import *  # noqa: F403
+from accel_runtime.accelerate.launch import *  # noqa: F403

@@ -1,10 +1,10 @@
-"""Functions of `accel_runtime.accelerator.operations` under the module path of Accelerate."""
+"""Functions of `accel_runtime.accelerate.operations` under the module path of Accelerate."""
 
 from typing import Any
 
-from accel_runtime.accelerator.operations import *  # noqa: F403
-from accel_runtime.accelerator.operations import __all__  # noqa: F401
-from accel_runtime.compat.accelerate_package import import_from_accelerate
+from accel_runtime.accelerate.operations import *  # noqa: F403
+from accel_runtime.accelerate.operations import __all__  # noqa: F401
+from accel_runtime.accelerate.package import import_from_accelerate
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel_runtime import Accelerator
-from accel_runtime.accelerator import operations
+from accel_runtime.accelerate import operations
 from accel_runtime.backends import tensors
 from accel_runtime.collectives.calls import add_arguments, collective, get_signature
 from accel_runtime.collectives.handshake import MismatchError

@@ -6,8 +6,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator
+from accel_runtime.accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accel_runtime.backends import set_current_backend
-from accel_runtime.compat.data_loader import DataLoaderShard, prepare_data_loader
 
 
 def test_samples_are_sharded_and_gathered_once(ranks):

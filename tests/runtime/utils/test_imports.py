@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.compat import imports
+from accel_runtime.accelerate import imports
 
 
 @pytest.fixture

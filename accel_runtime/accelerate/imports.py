@@ -246,7 +246,7 @@ def is_peft_model(model: nn.Module) -> bool:
     """Return whether a model, prepared or not, is one of `peft`."""
     if not is_peft_available():
         return False
-    from accel_runtime.accelerator.operations import extract_model_from_parallel  # noqa: PLC0415 - it loads the backends
+    from accel_runtime.accelerate.operations import extract_model_from_parallel  # noqa: PLC0415 - it loads the backends
 
     return isinstance(extract_model_from_parallel(model), importlib.import_module("peft").PeftModel)
 

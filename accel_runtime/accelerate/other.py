@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any, BinaryIO
 
-from accel_runtime.accelerator.operations import extract_model_from_parallel, wait_for_everyone
+from accel_runtime.accelerate.launch import write_basic_config
+from accel_runtime.accelerate.operations import extract_model_from_parallel, wait_for_everyone
 from accel_runtime.backends import current_backend
-from accel_runtime.compat.launch import write_basic_config
 from accel_runtime.export.objects import load, write_object
 from accel_runtime.training.compile import compile_regions, has_compiled_regions, is_compiled_module
 
