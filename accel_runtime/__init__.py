@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from accel_runtime.monitoring.logging import get_logger as get_logger
     from accel_runtime.monitoring.logging import tqdm as tqdm
     from accel_runtime.monitoring.profiling import ProfileKwargs as ProfileKwargs
-    from accel_runtime.monitoring.tracking import GeneralTracker as GeneralTracker
-    from accel_runtime.monitoring.tracking import LoggerType as LoggerType
     from accel_runtime.notebook import debug_launcher as debug_launcher
     from accel_runtime.notebook import notebook_launcher as notebook_launcher
     from accel_runtime.parallel.big_modeling import init_empty_weights as init_empty_weights
@@ -60,6 +58,8 @@ if TYPE_CHECKING:
     from accel_runtime.parallel.plugins import TorchContextParallelConfig as TorchContextParallelConfig
     from accel_runtime.parallel.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
     from accel_runtime.storage.errors import CheckpointError as CheckpointError
+    from accel_runtime.tracking import GeneralTracker as GeneralTracker
+    from accel_runtime.tracking import LoggerType as LoggerType
     from accel_runtime.training.compile import DynamoBackend as DynamoBackend
     from accel_runtime.training.compile import TorchDynamoPlugin as TorchDynamoPlugin
     from accel_runtime.training.memory import find_executable_batch_size as find_executable_batch_size
@@ -105,7 +105,6 @@ _EXPORTS = {
     ),
     "monitoring.logging": ("get_logger", "tqdm"),
     "monitoring.profiling": ("ProfileKwargs",),
-    "monitoring.tracking": ("GeneralTracker", "LoggerType"),
     "notebook": ("debug_launcher", "notebook_launcher"),
     "parallel.big_modeling": ("init_empty_weights", "init_on_device"),
     "extensions.deepspeed.plugin": ("DeepSpeedPlugin",),
@@ -116,6 +115,7 @@ _EXPORTS = {
         "TorchTensorParallelConfig",
     ),
     "storage.errors": ("CheckpointError",),
+    "tracking": ("GeneralTracker", "LoggerType"),
     "training.compile": ("DynamoBackend", "TorchDynamoPlugin"),
     "training.memory": ("find_executable_batch_size", "release_memory"),
 }

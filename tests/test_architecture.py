@@ -88,9 +88,9 @@ LAYERS = {
     "accel_runtime": (
         "extensions", "utils", "accel_runtime",
         # Module paths of Accelerate, without code.
-        "big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config scheduler state tracking",
-        "notebook probe selfcheck transformers",
-        "accelerate", "accelerator", "checkpoint", "export", "checks", "data", "training", "parallel", "monitoring", "backends", "storage",
+        "big_modeling data_loader hooks launchers local_sgd logging optimizer parallelism_config scheduler state",
+        "notebook torch_probe selfcheck transformers",
+        "accelerate", "accelerator", "checkpoint", "export", "checks", "data", "training", "parallel", "tracking", "monitoring", "backends", "storage",
         "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (

@@ -169,7 +169,7 @@ def detect_without_torch(environ: Mapping[str, str]) -> Machine:
 
 
 def _probe_torch(environ: Mapping[str, str]) -> Machine:
-    command = [sys.executable, "-m", "accel_runtime.probe"]
+    command = [sys.executable, "-m", "accel_runtime.torch_probe"]
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True, env=environ

@@ -13,7 +13,7 @@ from torch import nn
 from accel_runtime.accelerator.state import split_items
 from accel_runtime.backends import current_backend, find_accelerator, rng, tensors
 from accel_runtime.backends.base import Reduction
-from accel_runtime.collectives.calls import collective
+from accel_runtime.collectives.signatures import collective
 from accel_runtime.data import metrics
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.options import RNG_TYPES

@@ -27,7 +27,6 @@ from accel_runtime.accelerator.description import Description, describe_run
 from accel_runtime.accelerator.exports import Exports
 from accel_runtime.accelerator.options import Arguments, RunOptions
 from accel_runtime.accelerator.preparation import Preparation
-from accel_runtime.accelerator.result_order import check_result_order
 from accel_runtime.accelerator.run import Run
 from accel_runtime.accelerator.state import AcceleratorState, GradientState, ProcessMethods
 from accel_runtime.accelerator.training_steps import PREEMPTION, TrainingSteps
@@ -35,7 +34,8 @@ from accel_runtime.backends import connect, find_accelerator, known_backend, reg
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.checkpoint.manager import Checkpoints, RunOrigin
-from accel_runtime.collectives.calls import collective
+from accel_runtime.checks.result_order import check_result_order
+from accel_runtime.collectives.signatures import collective
 from accel_runtime.data import metrics
 from accel_runtime.data.loader import PreparedLoader, skip_first_batches
 from accel_runtime.environment.settings import NODE_NAME, MixedPrecision, Settings
@@ -57,11 +57,11 @@ from accel_runtime.foundation.options import (
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.monitoring.profiling import ProfileKwargs, profiled
 from accel_runtime.monitoring.rates import RateMeter
-from accel_runtime.monitoring.tracking import GeneralTracker, Trackers
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import Heartbeat, enable_progress, heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch
 from accel_runtime.storage.manifest import Checkpoint
+from accel_runtime.tracking import GeneralTracker, Trackers
 from accel_runtime.training.accumulation import MicroBatch
 from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 from accel_runtime.training.memory import release_memory

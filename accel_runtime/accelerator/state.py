@@ -23,8 +23,8 @@ from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.data.active_loops import ActiveLoops
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.epoch_progress import StepInfo
 from accel_runtime.foundation.options import DistributedType, InitProcessGroupKwargs
-from accel_runtime.foundation.steps import StepInfo
 from accel_runtime.training.accumulation import Accumulation
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 from accel_runtime.foundation.nested import is_strided_tensor
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
 
 __all__ = ["StreamCopies", "copy_each", "prefetch_batches"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 __all__ = ["DeviceRuntime"]
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from accel_runtime.backends.base import Backend, Reduction
-from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import PAYLOAD, CollectiveCall, build_writer, call_at_site
+from accel_runtime.collectives.signatures import collective
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.nested import FlattenedData, TensorSpec, flatten_data, list_locations
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import override
 
-from accel_runtime.collectives.calls import add_arguments
+from accel_runtime.collectives.signatures import add_arguments
 from accel_runtime.collectives.transport import SLOT, ConnectionLostError, Transport
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.foundation.nested import TensorSpec, describe_structure, find_special_kind

@@ -14,7 +14,7 @@ import torch
 
 from accel_runtime.data.loop_statements import Caller, CallStack, find_caller, is_looping
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 
 __all__ = [
     "ActiveLoops",

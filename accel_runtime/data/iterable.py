@@ -23,7 +23,7 @@ from accel_runtime.data.source import Source
 from accel_runtime.data.state import ReaderState, StreamState
 from accel_runtime.data.stream_reader import ReadingRNG, combine_fingerprints
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 from accel_runtime.foundation.torch_internals import copy_loader, iterator_function, replace_iterator
 
 __all__ = ["IterableSource", "StreamsDifferError"]

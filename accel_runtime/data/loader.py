@@ -40,8 +40,8 @@ from accel_runtime.data.state import (
     SourceState,
 )
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.stand_in import StandIn
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
+from accel_runtime.foundation.prepared_object import PreparedObject
 from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import heartbeat
@@ -84,7 +84,7 @@ class LoaderOptions:
     """Generators whose states are broadcast from the first rank at the start of an epoch."""
 
 
-class PreparedLoader(DataLoader[_T], StandIn):  # type: ignore[misc] # of Any
+class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of Any
     """DataLoader that yields this rank's slice of every global batch, on the device.
 
     Attributes are those of the script's loader.

@@ -11,7 +11,7 @@ from typing import Any
 from accel_runtime.data.active_loops import ActiveLoops, EarlierLoops, LoopRecord, LoopStep
 from accel_runtime.data.loop_statements import capture_stack, list_callers
 from accel_runtime.data.state import IterationState, LoaderState, SourceState
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 __all__ = ["LoaderProgress"]
 

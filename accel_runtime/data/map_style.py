@@ -45,7 +45,7 @@ from accel_runtime.data.source import (
 from accel_runtime.data.state import MapStyleState
 from accel_runtime.environment.text import encode_text
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import (
     copy_loader,
     iterator_function,

@@ -10,13 +10,13 @@ import torch
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.tensors import check_rank, find_cure, gather_tensors, replace_tensors
-from accel_runtime.collectives.calls import collective
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
+from accel_runtime.collectives.signatures import collective
 from accel_runtime.environment.text import encode_text
 from accel_runtime.environment.topology import DataRank
 from accel_runtime.foundation import nested
+from accel_runtime.foundation.epoch_progress import StepInfo
 from accel_runtime.foundation.nested import FlattenedData, flatten_data, list_locations
-from accel_runtime.foundation.steps import StepInfo
 
 __all__ = [
     "broadcast_object_list",

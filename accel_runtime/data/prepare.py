@@ -24,8 +24,8 @@ from accel_runtime.data.sharding import loss_scale, sharding_of_loader
 from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.data.state import MapStyleState, StreamState
 from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 from accel_runtime.foundation.options import DataLoaderConfiguration
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
 from accel_runtime.observe.throughput import TokenCounter
 
 __all__ = [

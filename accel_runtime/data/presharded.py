@@ -17,7 +17,7 @@ from accel_runtime.data.source import Source, batch_size_of
 from accel_runtime.data.state import MapStyleState, PreshardedState, StreamState
 from accel_runtime.data.stream_reader import fingerprint_samples
 from accel_runtime.environment.topology import DataRank
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 
 __all__ = [
     "ModelParallelRanksDifferError",

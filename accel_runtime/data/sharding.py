@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_runtime.data.source import batch_size_of, sampler_of_loader
 from accel_runtime.environment.topology import DataRank
-from accel_runtime.foundation.steps import StepInfo
+from accel_runtime.foundation.epoch_progress import StepInfo
 
 __all__ = ["BatchSharding", "Index", "Step", "batch_slices", "loss_scale", "sharding_of_loader"]
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_runtime.data.state import SourceState
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 __all__ = [
     "Source",

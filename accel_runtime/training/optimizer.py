@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from accel_runtime.foundation.stand_in import StandIn
+from accel_runtime.foundation.prepared_object import PreparedObject
 from accel_runtime.foundation.torch_internals import version_of
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
@@ -27,7 +27,7 @@ __all__ = ["AcceleratedOptimizer", "PreparedOptimizer", "can_skip_steps"]
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.optimizer"))
 
 
-class PreparedOptimizer(torch.optim.Optimizer, StandIn):  # type: ignore[misc] # of Any
+class PreparedOptimizer(torch.optim.Optimizer, PreparedObject):  # type: ignore[misc] # of Any
     """Optimizer of torch whose `step` and `zero_grad` act only at the end of an accumulation cycle.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 from typing_extensions import override
 
-from accel_runtime.foundation.stand_in import StandIn
+from accel_runtime.foundation.prepared_object import PreparedObject
 from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.training.accumulation import Accumulation
@@ -23,7 +23,7 @@ _MAX_METRICS = 8
 _LOG = MultiProcessAdapter(logging.getLogger("accel_runtime.scheduler"))
 
 
-class PreparedScheduler(LRScheduler, StandIn):  # type: ignore[misc] # of Any
+class PreparedScheduler(LRScheduler, PreparedObject):  # type: ignore[misc] # of Any
     """Scheduler of torch that steps with its optimizer.
 
     A schedule written for one process counts batches of one process. `strides` of them are consumed in each step of the

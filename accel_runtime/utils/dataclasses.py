@@ -18,12 +18,12 @@ from accel_runtime.foundation.options import (
     ProjectConfiguration,
 )
 from accel_runtime.monitoring.profiling import ProfileKwargs
-from accel_runtime.monitoring.tracking import LoggerType
 from accel_runtime.parallel.plugins import (
     FullyShardedDataParallelPlugin,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accel_runtime.tracking import LoggerType
 from accel_runtime.training.compile import DynamoBackend, TorchDynamoPlugin
 
 __all__ = [

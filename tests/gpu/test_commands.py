@@ -45,7 +45,7 @@ def python(*arguments, **variables):
 
 @pytest.mark.feature(SAYS)
 def test_the_probe_lists_every_gpu(cuda):
-    hardware = json.loads(python("-m", "accel_runtime.probe"))
+    hardware = json.loads(python("-m", "accel_runtime.torch_probe"))
     assert hardware == {
         "accelerator": "cuda",
         "devices": [cuda.get_device_name(index) for index in range(cuda.device_count())],

@@ -34,7 +34,7 @@ NEEDS_A_PACKAGE = {
     "accel_cli.extensions.xla.replicas": "torch_xla",
     "accel_runtime.transformers ": "transformers",
     "accel_runtime.extensions.trackers.": "a tracker",
-    "accel_runtime.monitoring.tracking.": "a tracker",
+    "accel_runtime.tracking.": "a tracker",
     "accel_cli.runs.prometheus": "prometheus_client",
     **{f"accel_cli.extensions.report.{module}": "plotly" for module in ("figures", "page", "ranks")},
     "accel_cli.extensions.ray.": "ray",
@@ -77,7 +77,7 @@ import importlib, pkgutil, sys
 for package in ("accel_cli", "accel_runtime"):
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         if module.name.endswith(("__main__", "forkserver_main")) or module.name in {
-            "accel_cli.worker", "accel_runtime.hooks", "accel_runtime.probe", "accel_runtime.selfcheck"
+            "accel_cli.worker", "accel_runtime.hooks", "accel_runtime.torch_probe", "accel_runtime.selfcheck"
         }:
             continue  # they run when they are imported, or raise an error that tells what to import
         try:

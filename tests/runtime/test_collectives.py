@@ -25,8 +25,8 @@ from accel_runtime.data.metrics import (
 )
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
+from accel_runtime.foundation.epoch_progress import StepInfo
 from accel_runtime.foundation.nested import leaves
-from accel_runtime.foundation.steps import StepInfo
 
 
 def connect_backend():

@@ -104,7 +104,7 @@ def _tracking_packages(monkeypatch):
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        if name.startswith("accel_runtime.monitoring.tracking."):
+        if name.startswith("accel_runtime.tracking."):
             del sys.modules[name]
 
 

@@ -24,7 +24,7 @@ from accel_runtime import (
     GradScalerKwargs,
 )
 from accel_runtime.data.active_loops import LoopRecord
-from accel_runtime.foundation.steps import EpochProgress, StepInfo
+from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 from accel_runtime.training.gradients import LossWeight, zero_loss
 
 BAR = 1e-6  # relative error of the gradient

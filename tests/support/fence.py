@@ -26,7 +26,7 @@ TABLES = (
     "accel_runtime/checkpoint/node_saves.py",
     "accel_runtime/environment/accelerate/variables.py",
     "accel_runtime/environment/engines.py",
-    "accel_runtime/monitoring/tracking/__init__.py",
+    "accel_runtime/tracking/__init__.py",
     "accel_runtime/parallel/__init__.py",
     "accel_runtime/selfcheck.py",
     "accel_runtime/storage/any_store.py",

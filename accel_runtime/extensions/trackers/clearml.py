@@ -10,7 +10,7 @@ from clearml import Task
 from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import split_numbers
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["ClearMLTracker"]
 

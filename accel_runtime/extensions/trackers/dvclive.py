@@ -9,7 +9,7 @@ from dvclive.plots import Metric
 from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import flatten_values
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["DVCLiveTracker"]
 

@@ -14,7 +14,7 @@ from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAM_VAL_LENGTH,
 from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import add_suffix, flatten_values, split_numbers
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["MLflowTracker"]
 

@@ -22,7 +22,7 @@ from accel_runtime.extensions.xla.host import (
 from accel_runtime.extensions.xla.library import ParallelLoader, met, torch_xla, xm, xr
 from accel_runtime.extensions.xla.spmd import DeviceSharding
 from accel_runtime.foundation import nested
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 __all__ = ["LazyRuntime", "SPMDRuntime", "execute_graph", "seed_generator"]
 

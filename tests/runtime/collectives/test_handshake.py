@@ -24,7 +24,7 @@ from accel_runtime.collectives.transport import SLOT
 from accel_runtime.data.metrics import gather_object, gather_samples
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import StepInfo
+from accel_runtime.foundation.epoch_progress import StepInfo
 from accel_runtime.observe.call_sites import call_site
 
 

@@ -13,8 +13,8 @@ import torch
 from accel_runtime import Accelerator
 from accel_runtime.accelerate import operations
 from accel_runtime.backends import tensors
-from accel_runtime.collectives.calls import add_arguments, collective, get_signature
 from accel_runtime.collectives.handshake import MismatchError
+from accel_runtime.collectives.signatures import add_arguments, collective, get_signature
 from accel_runtime.data import metrics
 
 RUNTIME = Path(inspect.getfile(Accelerator)).parents[1]

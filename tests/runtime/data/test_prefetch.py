@@ -15,7 +15,7 @@ from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.batch_copies import StreamCopies, prefetch_batches
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.rng import RandomStates
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 NOT_COPIED = -77
 

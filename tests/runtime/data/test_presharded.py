@@ -15,7 +15,7 @@ from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.backends.single import Single
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 from accel_runtime.observe.heartbeat import heartbeat
 
 COUNTS = [(8, 8, 8), (9, 4, 1), (1, 7, 7), (5, 0, 3), (0, 0, 0), (0, 2, 0)]

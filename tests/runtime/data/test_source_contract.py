@@ -26,7 +26,7 @@ from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.source import Source
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 from accel_runtime.storage.schema import read_value, write_record
 
 # A loader of these tests may have more workers than this machine has cores.

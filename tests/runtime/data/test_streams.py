@@ -36,7 +36,7 @@ from accel_runtime.data.iterable import StreamsDifferError
 from accel_runtime.data.state import DatasetState, ReaderState, StreamState
 from accel_runtime.data.stream_reader import ReadingRNG, StreamReader
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 
 # This machine has two cores, and torch warns of a third worker.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -16,7 +16,7 @@ from accel_runtime.data.prepare import DispatchedIterable, DispatchedMapStyle
 from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.state import PreshardedState
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.steps import EpochProgress
+from accel_runtime.foundation.epoch_progress import EpochProgress
 from accel_runtime.storage.schema import write_record
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["StandIn"]
+__all__ = ["PreparedObject"]
 
 if TYPE_CHECKING:
     # A class that derives from Any can be assigned to every type, as `unittest.mock.Mock` in typeshed.
-    StandIn = Any
+    PreparedObject = Any
 else:
-    StandIn = object
+    PreparedObject = object

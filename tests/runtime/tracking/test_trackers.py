@@ -9,16 +9,15 @@ import sys
 
 import pytest
 
-from accel_runtime import Accelerator, GeneralTracker, LoggerType
+from accel_runtime import Accelerator, GeneralTracker, LoggerType, tracking
 from accel_runtime.environment.topology import Topology
-from accel_runtime.monitoring import tracking
-from accel_runtime.monitoring.tracking import (
+from accel_runtime.tracking import (
     TRACKERS,
     Trackers,
     get_available_trackers,
     register_tracker_class,
 )
-from accel_runtime.monitoring.tracking.base import BlankTracker
+from accel_runtime.tracking.base import BlankTracker
 
 
 class Mine(GeneralTracker):
@@ -163,8 +162,8 @@ def test_a_missing_package_raises_an_error_with_the_install_command(monkeypatch,
 
 def test_selecting_trackers_imports_no_package(tmp_path):
     code = (
-        "import sys, accel_runtime.monitoring.tracking as t\n"
-        "from accel_runtime.monitoring.tracking import Trackers\n"
+        "import sys, accel_runtime.tracking as t\n"
+        "from accel_runtime.tracking import Trackers\n"
         "from accel_runtime.environment.topology import Topology\n"
         f"Trackers('all', {str(tmp_path)!r}, Topology(rank=1, world_size=2)).begin('x')\n"
         "print({*t.TRACKERS, 'torch'} & set(sys.modules))"
@@ -174,7 +173,7 @@ def test_selecting_trackers_imports_no_package(tmp_path):
 
 
 def test_tracker_classes_have_the_names_of_accelerate():
-    from accel_runtime.monitoring import tracking
+    from accel_runtime import tracking
 
     assert tracking.JSONLTracker.name == "jsonl"
     with pytest.raises(AttributeError, match="no attribute 'NoTracker'"):

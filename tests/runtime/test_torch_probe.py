@@ -10,7 +10,7 @@ import torch
 
 
 def test_the_probe_prints_the_hardware_as_one_line_of_json():
-    command = [sys.executable, "-m", "accel_runtime.probe"]
+    command = [sys.executable, "-m", "accel_runtime.torch_probe"]
     hardware = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     there = torch.accelerator.is_available()
     assert hardware["torch"] == torch.__version__

@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import flatten_values, split_numbers, to_number, with_text_names
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["TensorBoardTracker"]
 

@@ -25,7 +25,7 @@ import yaml
 
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.logged_values import flatten_values
-from accel_runtime.monitoring.tracking import TRACKERS, Trackers
+from accel_runtime.tracking import TRACKERS, Trackers
 
 PACKAGED = sorted(set(TRACKERS) - {"jsonl", "tensorboard"})
 

@@ -8,7 +8,7 @@ import wandb
 from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import to_numbers
-from accel_runtime.monitoring.tracking.base import RunTracker, on_main_process
+from accel_runtime.tracking.base import RunTracker, on_main_process
 
 __all__ = ["WandBTracker"]
 

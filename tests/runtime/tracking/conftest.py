@@ -13,7 +13,7 @@ import types
 
 import pytest
 
-from accel_runtime.monitoring.tracking import TRACKERS
+from accel_runtime.tracking import TRACKERS
 
 SIGNATURES = {
     "wandb": {

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime import Accelerator
-from accel_runtime.monitoring.tracking.jsonl import JSONLTracker
+from accel_runtime.tracking.jsonl import JSONLTracker
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from accel_runtime.environment.settings import find_nearest
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.logged_values import mask_login, mask_secrets
 from accel_runtime.monitoring.logging import MultiProcessAdapter
-from accel_runtime.monitoring.tracking.base import (
+from accel_runtime.tracking.base import (
     BlankTracker,
     BuiltInTracker,
     GeneralTracker,
@@ -76,14 +76,14 @@ TRACKERS: Mapping[str, TrackerEntry] = MappingProxyType(
         "clearml": TrackerEntry("extensions.trackers.clearml", "ClearMLTracker", "clearml"),
         "comet_ml": TrackerEntry("extensions.trackers.comet_ml", "CometMLTracker", "comet_ml"),
         "dvclive": TrackerEntry("extensions.trackers.dvclive", "DVCLiveTracker", "dvclive"),
-        "jsonl": TrackerEntry("monitoring.tracking.jsonl", "JSONLTracker", directory=True),
+        "jsonl": TrackerEntry("tracking.jsonl", "JSONLTracker", directory=True),
         "mlflow": TrackerEntry("extensions.trackers.mlflow", "MLflowTracker", "mlflow"),
         "swanlab": TrackerEntry("extensions.trackers.swanlab", "SwanLabTracker", "swanlab"),
         "tensorboard": TrackerEntry(
-            "monitoring.tracking.tensorboard", "TensorBoardTracker", "tensorboard", directory=True
+            "tracking.tensorboard", "TensorBoardTracker", "tensorboard", directory=True
         ),
         "trackio": TrackerEntry("extensions.trackers.trackio", "TrackioTracker", "trackio"),
-        "wandb": TrackerEntry("monitoring.tracking.wandb", "WandBTracker", "wandb"),
+        "wandb": TrackerEntry("tracking.wandb", "WandBTracker", "wandb"),
     }
 )
 """The trackers of accel by their names in `log_with`."""

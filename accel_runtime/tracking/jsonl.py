@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import finite_or_text, to_number, with_text_names
 from accel_runtime.monitoring.logging import find_topology
-from accel_runtime.monitoring.tracking.base import BuiltInTracker, on_main_process
 from accel_runtime.observe.recording import rank_recorder
+from accel_runtime.tracking.base import BuiltInTracker, on_main_process
 
 __all__ = ["JSONLTracker"]
 
