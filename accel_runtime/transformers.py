@@ -20,7 +20,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from accel_runtime.accelerator.training_steps import PREEMPTION
-from accel_runtime.checkpoint.manager import RunOrigin
+from accel_runtime.checkpoint.project_checkpoints import RunOrigin
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import parse_json, print_note

@@ -591,7 +591,7 @@ MUTATIONS = (
     ),
     Mutation(
         "groups of a flattened optimizer",
-        "accel_runtime.checkpoint.fitted_manifest:_regroup",
+        "accel_runtime.checkpoint.load:_regroup",
         return_value("list(saved)"),
         (
             "tests/extensions/foreign_checkpoints/test_dcp.py::test_flattened_options_fit_any_groups_with_equal_options",
@@ -621,7 +621,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checksums of what comes over a network",
-        "accel_runtime.checkpoint.remote_read:_verify",
+        "accel_runtime.checkpoint.load:_verify",
         force_condition("is_equal", False),
         (
             "tests/runtime/checkpoint/test_remote_read.py::test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor",
@@ -637,7 +637,7 @@ MUTATIONS = (
     ),
     Mutation(
         "checkpoints of other runs",
-        "accel_runtime.checkpoint.manager:RunOrigin.wrote",
+        "accel_runtime.checkpoint.project_checkpoints:RunOrigin.wrote",
         return_value("True"),
         (
             "tests/runtime/checkpoint/test_resume_selection.py::test_a_restarted_run_selects_its_own_newest_checkpoint",

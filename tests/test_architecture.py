@@ -222,7 +222,7 @@ def test_checkpoints_are_saved_and_loaded_without_modules_of_file_systems():
     paths = sorted((ROOT / "accel_runtime" / "checkpoint").glob("*.py"))
     storage = {module for path in paths for module in imports(path) if ".storage." in module}
     assert any(module.startswith("accel_runtime.storage.store.") for module in storage)
-    of_file_systems = ("directory", "file_store", "file_system", "scan", "shared_directory")
+    of_file_systems = ("directory", "file_store", "file_system", "scan")
     assert not [module for module in storage if module.split(".")[2] in of_file_systems]
 
 

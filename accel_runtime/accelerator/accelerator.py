@@ -33,7 +33,7 @@ from accel_runtime.accelerator.training_steps import PREEMPTION, TrainingSteps
 from accel_runtime.backends import connect, find_accelerator, known_backend, register_accelerator, tensors
 from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.single import DetachedBackend
-from accel_runtime.checkpoint.manager import Checkpoints, RunOrigin
+from accel_runtime.checkpoint.project_checkpoints import Checkpoints, RunOrigin
 from accel_runtime.checks.result_order import check_result_order
 from accel_runtime.collectives.signatures import collective
 from accel_runtime.data import metrics

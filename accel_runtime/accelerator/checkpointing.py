@@ -16,17 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_runtime.accelerator.run import Run
-from accel_runtime.checkpoint.manager import (
-    BackgroundWriter,
-    Checkpoints,
-    ResumePolicy,
-    RetentionPolicy,
-    RunOrigin,
-    StagingBuffers,
-)
+from accel_runtime.checkpoint.background import BackgroundWriter, StagingBuffers
 from accel_runtime.checkpoint.node_saves import Candidate, NodeSaves, open_node_saves
-from accel_runtime.checkpoint.partial_save import save_without_missing_ranks
-from accel_runtime.checkpoint.save import SaveOperation, SaveTarget
+from accel_runtime.checkpoint.project_checkpoints import Checkpoints, ResumePolicy, RetentionPolicy, RunOrigin
+from accel_runtime.checkpoint.save import SaveOperation, SaveTarget, save_without_missing_ranks
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checkpoint.training_state import TrainingState
 from accel_runtime.data.state import NextBatch

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime.accelerator.run import Run
-from accel_runtime.checkpoint.partial_save import write_without_missing_ranks
+from accel_runtime.checkpoint.save import write_without_missing_ranks
 from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
 from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
 from accel_runtime.export.objects import refuse_sharded, write_object

@@ -1,18 +1,24 @@
-"""Load a checkpoint: everything is checked before anything changes."""
+"""Load a checkpoint: everything is checked before anything changes.
+
+Over a network, each byte is read once, in few large requests, and verified where it is read. A rank requests what it needs and
+nothing else: full chunks, or of a large chunk the blocks that contain its rows. Neighbors in a file become one request.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,25 +29,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from accel_runtime.checkpoint.fitted_manifest import fit_manifest
-from accel_runtime.checkpoint.part_check import find_missing_rank, find_unread, raise_part_error
-from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
-from accel_runtime.checkpoint.serialization import deserialize
-from accel_runtime.checkpoint.state_items import StateItem
+from accel_runtime.checkpoint.serialization import deserialize, serialize
+from accel_runtime.checkpoint.state_items import ModelItem, OptimizerItem, StateItem
 from accel_runtime.checkpoint.training_state import read_model_parallel_size
 from accel_runtime.environment.cgroup import read_available_memory
+from accel_runtime.export.save_model import add_aliases
+from accel_runtime.foundation.module_names import match_names
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.foundation.torch_internals import local_tensor
 from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     DamageError,
+    PartError,
     check_same_directory,
     describe_error,
     errors_on_all_ranks,
+    format_names,
     format_problems,
 )
 from accel_runtime.storage.manifest import (
+    BLOCK_BYTES,
     Checkpoint,
     Chunk,
     Manifest,
@@ -50,10 +58,12 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.schema import FieldError, read_value
+from accel_runtime.storage.state_tree import KEY
 from accel_runtime.storage.store import Snapshot, Store, find_previous_checkpoint, parallel_map, split_key
 from accel_runtime.storage.verification import find_damage, select_rank_files
 
-__all__ = ["LoadOperation"]
+__all__ = ["LoadOperation", "TensorRead", "fit_manifest", "read_tensors"]
+
 
 _LOG = logging.getLogger("accel_runtime.checkpoint")
 _MEMORY_SHARE = 0.8
@@ -606,3 +616,249 @@ def _read_box(
 def _read_exactly(snapshot: Snapshot, name: str, start: int, buffer: memoryview) -> None:
     if snapshot.get_range(name, start, buffer) < len(buffer):
         raise CheckpointError(f"{snapshot.checkpoint.locate(name)} was truncated while it was read")
+
+
+def find_missing_rank(
+    checkpoint: Checkpoint, items: Sequence[StateItem], rank: int, *, moved: bool
+) -> str | None:
+    """Return a sentence if a part does not have the states of ranks that a rank needs; None if it has, or is no part.
+
+    `moved` is whether other ranks have saved it, so that states that differ between ranks are merged, or taken from rank 0.
+    """
+    manifest = checkpoint.manifest
+    for item in items if manifest.is_part else ():
+        if not manifest.is_rank_specific(item.name):
+            continue
+        needed = {0 if moved else rank}
+        if moved and item.merge_needs_all_ranks:
+            needed = set(range(manifest.world_size))
+        if missing := sorted(needed - set(manifest.ranks)):
+            listed = format_names([str(each) for each in missing], limit=_SHOWN)
+            return f"{checkpoint.key} does not have the state of {item.name} of rank {listed}"
+    return None
+
+
+def find_unread(
+    checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor], reads: Iterable[ReadItem], rank: int
+) -> str | None:
+    """Return a sentence if the planned reads do not fill a tensor of a rank; None if they do."""
+    filled: Counter[str] = Counter()
+    for item in reads:
+        filled[item.storage_index.fqn] += math.prod(item.lengths)
+    for name, target in targets.items():
+        if filled[name] < local_tensor(target).numel():
+            return f"{checkpoint.key} does not have the shard of {name} of rank {rank}"
+    return None
+
+
+def raise_part_error(reasons: Sequence[str | None]) -> None:
+    """Raise `PartError` if a rank cannot use its part, given the reasons of all ranks."""
+    if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]:
+        raise PartError("; ".join(failed[:_SHOWN]))
+
+
+_RUN_BYTES = 1 << 25
+"""Largest request for several chunks, which needs memory of its own."""
+
+
+@dataclass(frozen=True)
+class TensorRead:
+    """A box of a chunk, and the tensor that it is read into."""
+
+    name: str
+    """Name of the tensor, for errors."""
+    chunk: Chunk
+    dtype: torch.dtype
+    """Number format of the chunk."""
+    item: ReadItem
+    """The box."""
+    target: torch.Tensor
+    """Tensor of the box's sizes, on any device and of any dtype."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Return the bytes of the chunk to read: all, or the blocks that contain the rows of the box."""
+        chunk = self.chunk
+        if not chunk.blocks:
+            return 0, chunk.bytes
+        row = math.prod(chunk.sizes[1:]) * self.dtype.itemsize
+        first = self.item.storage_offsets[0] * row
+        last = first + self.item.lengths[0] * row
+        return first // BLOCK_BYTES * BLOCK_BYTES, min(chunk.bytes, -(-last // BLOCK_BYTES) * BLOCK_BYTES)
+
+    @property
+    def takes_all(self) -> bool:
+        """Return whether the target has the memory of the bytes to read."""
+        box = tuple(self.item.storage_offsets), tuple(self.item.lengths)
+        is_full = box == ((0,) * len(self.chunk.sizes), tuple(self.chunk.sizes))
+        target = self.target
+        is_plain = target.device.type == "cpu" and target.dtype == self.dtype and target.is_contiguous()
+        return is_full and is_plain
+
+
+def read_tensors(snapshot: Snapshot, reads: Iterable[TensorRead]) -> None:
+    """Read boxes into their targets, in a few threads.
+
+    Raises:
+        CheckpointError: If bytes do not have their checksum, or a file ends before.
+        OSError: If the store fails.
+    """
+    runs: list[list[TensorRead]] = []
+    for read in sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start + read.bounds[0])):
+        if runs and _may_join(runs[-1], read):
+            runs[-1].append(read)
+        else:
+            runs.append([read])
+    parallel_map(lambda run: _read_run(snapshot, run), runs)
+
+
+def _may_join(run: Sequence[TensorRead], read: TensorRead) -> bool:
+    """Return whether a box continues the bytes of a run, which stays small enough."""
+    (start, _), end = _locate(run[0]), max(_locate(each)[1] for each in run[-2:])
+    first, last = _locate(read)
+    return read.chunk.file == run[0].chunk.file and first <= end and last - start <= _RUN_BYTES
+
+
+def _locate(read: TensorRead) -> tuple[int, int]:
+    """Return the bytes of the file to read."""
+    first, last = read.bounds
+    return read.chunk.start + first, read.chunk.start + last
+
+
+def _read_run(snapshot: Snapshot, run: Sequence[TensorRead]) -> None:
+    start, end = _locate(run[0])[0], max(_locate(read)[1] for read in run)
+    file = run[0].chunk.file
+    if len(run) == 1 and run[0].takes_all:
+        data = tensor_bytes(run[0].target)
+        _fill(snapshot, file, start, data)
+        _verify(snapshot, run[0], data)
+        return
+    memory = torch.empty(end - start, dtype=torch.uint8)
+    data = tensor_bytes(memory)
+    _fill(snapshot, file, start, data)
+    for read in run:
+        first, last = _locate(read)
+        _verify(snapshot, read, data[first - start : last - start])
+        _copy_box(read, memory[first - start : last - start])
+
+
+def _fill(snapshot: Snapshot, file: str, start: int, data: memoryview) -> None:
+    if snapshot.get_range(file, start, data) < len(data):
+        raise CheckpointError(f"{snapshot.checkpoint.locate(file)} was truncated while it was read")
+
+
+def _verify(snapshot: Snapshot, read: TensorRead, data: memoryview) -> None:
+    """Raise `CheckpointError` if the bytes of a box do not have their checksums."""
+    chunk, (first, last) = read.chunk, read.bounds
+    if (first, last) == (0, chunk.bytes):
+        is_equal = xxhash.xxh3_64_hexdigest(data) == chunk.checksum
+    else:
+        is_equal = all(
+            xxhash.xxh3_64_hexdigest(data[at - first : at - first + BLOCK_BYTES])
+            == chunk.blocks[at // BLOCK_BYTES]
+            for at in range(first, last, BLOCK_BYTES)
+        )
+    if not is_equal:
+        location = snapshot.checkpoint.locate(chunk.file)
+        raise CheckpointError(f"{location} is damaged: {read.name} does not have its checksum")
+
+
+def _copy_box(read: TensorRead, data: torch.Tensor) -> None:
+    """Copy a box out of the bytes of its chunk, or of the blocks that contain it."""
+    sizes, dtype = read.chunk.sizes, read.dtype
+    offsets, lengths = tuple(read.item.storage_offsets), tuple(read.item.lengths)
+    if not sizes:
+        read.target.copy_(_view(data, dtype).view(()))
+        return
+    row = math.prod(sizes[1:]) * dtype.itemsize
+    begin = offsets[0] * row - read.bounds[0]
+    rows = _view(data[begin : begin + lengths[0] * row], dtype).view(lengths[0], *sizes[1:])
+    for dimension in range(1, len(sizes)):
+        rows = rows.narrow(dimension, offsets[dimension], lengths[dimension])
+    read.target.copy_(rows)
+
+
+def _view(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Memory of several chunks need not be aligned.
+    is_aligned = data.storage_offset() % dtype.itemsize == 0
+    return (data if is_aligned else data.clone()).view(dtype)
+
+
+def fit_manifest(manifest: Manifest, items: Sequence[StateItem]) -> Manifest:
+    """Return the manifest with the names of the run, and with options of optimizers that the other program does not save."""
+    values, names = dict(manifest.values), dict[str, str]()
+    for item in items:
+        if isinstance(item, ModelItem) and item.name in values:
+            state = item.tree()
+            found = match_names(values[item.name], state)
+            renamed = {found[name]: node for name, node in values[item.name].items()}
+            names |= {f"{item.name}.{name}": f"{item.name}.{own}" for name, own in found.items()}
+            values[item.name] = add_aliases(renamed, state)
+    for item in items:
+        if isinstance(item, OptimizerItem) and item.name in values:
+            values[item.name] = _fit_optimizer(values[item.name], item.tree()["groups"], names)
+    return replace(manifest, values=values)
+
+
+def _fit_optimizer(saved: Any, live: Sequence[Any], names: Mapping[str, str]) -> Any:
+    """Return the state of an optimizer with the names of the run.
+
+    Frozen parameters, which other programs leave out, are added to the group that they are in here.
+    """
+    if "format" in saved:
+        saved = _name_parameters(saved, live)
+        if "format" in saved:
+            return saved
+    groups = [
+        group | {"params": [names.get(name, name) for name in group["params"]]} for group in saved["groups"]
+    ]
+    if saved.get("by_parameter"):
+        groups = _regroup(groups, live)
+    trained = {name for group in groups for name in group["params"]}
+    if len(groups) == len(live):
+        known = set(names.values())
+        for group, own in zip(groups, live, strict=True):
+            group["params"] += [name for name in own["params"] if name not in trained and name in known]
+    groups = [
+        _encode_options(own) | group for group, own in zip(groups, live, strict=len(groups) == len(live))
+    ] + groups[len(live) :]
+    state = {names.get(name, name): each for name, each in saved["state"].items()}
+    return {**saved, "groups": groups, "state": state}
+
+
+def _regroup(saved: Sequence[Any], live: Sequence[Any]) -> list[Any]:
+    """Return the groups of the run for options that are saved by parameter; the saved ones if the options differ in one."""
+    group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    groups = []
+    for own in live:
+        params = [name for name in own["params"] if name in group_of]
+        indices = {group_of.pop(name) for name in params}
+        if len(indices) > 1:
+            return list(saved)
+        groups.append({**(saved[indices.pop()] if indices else {}), "params": params})
+    return list(saved) if group_of else groups
+
+
+def _name_parameters(saved: Any, live: Sequence[Any]) -> Any:
+    """Return a state in torch's format, by index, by the names of the run, if the groups have as many parameters."""
+    groups, state = saved["state_dict"]["param_groups"], saved["state_dict"]["state"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in live]:
+        return saved
+    indices = [index for group in groups for index in group["params"]]
+    order = dict(zip(indices, [name for group in live for name in group["params"]], strict=True))
+    # A dict with numbers as keys.
+    pairs = state["items"] if KEY in state else state.items()
+    return {
+        "groups": [{**group, "params": [order[index] for index in group["params"]]} for group in groups],
+        "state": {order[index]: each for index, each in pairs},
+        "other": {},
+        "extra": {},
+    }
+
+
+def _encode_options(group: Any) -> Any:
+    """Return the options of a group of parameters of the run as JSON."""
+    options = {
+        key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)
+    }
+    return serialize(options, "optimizer")[0]

@@ -7,12 +7,13 @@
 There is one more exchange if the script has save hooks (`StateDigest` after them), if the state differs between ranks or nodes
 need not see the draft (`Details`), and if the state is copied for a save in the background. A step that fails on one rank
 raises the same error on all ranks at the end of its exchange. Before the first exchange, `Backend.wait_for_ranks` finds ranks that
-do not call `save_state` (collectives/stalls.py). docs/design/saving.md has the reasons and the sizes.
+do not call `save_state` (collectives/stalls.py); the ranks that do may then save without them. docs/design/saving.md has the reasons and the sizes.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
 import time
 import uuid
@@ -25,13 +26,19 @@ from typing import Any
 
 import torch
 
-from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.backends.base import Backend
+from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.checkpoint.save_plan import (
+    Details,
     FileSet,
+    ItemDigest,
     Part,
     PlannedFile,
     ShardSet,
+    StateDigest,
+    check_same_items,
     describe_layout,
+    find_rank_specific,
     group_shards,
     merge_tensors,
     plan_files,
@@ -39,19 +46,14 @@ from accel_runtime.checkpoint.save_plan import (
     split_replicated_parts,
 )
 from accel_runtime.checkpoint.serialization import serialize
-from accel_runtime.checkpoint.state_digest import (
-    Details,
-    ItemDigest,
-    StateDigest,
-    check_same_items,
-    find_rank_specific,
-)
 from accel_runtime.checkpoint.state_items import StateItem, is_sharded
 from accel_runtime.checks.replicas import ReplicaCheck, WeightDigests
 from accel_runtime.collectives.handshake import ObjectGroup
+from accel_runtime.collectives.stalls import MissingRanks
 from accel_runtime.environment.settings import __version__, format_size, variable_name
 from accel_runtime.foundation.tensor_bytes import copy_to_host, remember_hashes
 from accel_runtime.foundation.torch_internals import local_tensor
+from accel_runtime.parallel.strategy import Strategy
 from accel_runtime.storage.errors import (
     CheckpointError,
     CollectiveStep,
@@ -73,10 +75,8 @@ from accel_runtime.storage.manifest import (
 from accel_runtime.storage.store import Draft, DraftAddress, KeyExistsError, Store, parallel_map, split_key
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 
-__all__ = [
-    "SaveOperation",
-    "SaveTarget",
-]
+__all__ = ["SaveOperation", "SaveTarget", "save_without_missing_ranks", "write_without_missing_ranks"]
+
 
 _ATTEMPTS = 100
 """Number of names that a save tries."""
@@ -564,3 +564,65 @@ def _shared_name(name: str) -> str:
 
 def _read_source(sources: Mapping[str, torch.Tensor], name: str) -> list[memoryview]:
     return [copy_to_host(sources[name])]
+
+
+_LOG = logging.getLogger("accel_runtime.checkpoint")
+
+
+def save_without_missing_ranks(
+    absence: MissingRanks, strategy: Strategy, save: Callable[[], str], *, own_data: bool
+) -> str:
+    """Save the state of the ranks that call `save_state` if others do not; warn about what is missing."""
+    backend = strategy.backend
+    text = write_without_missing_ranks("save_state", absence, backend, save, sharded=strategy.shards_models)
+    if absence.is_leader and absence.missing:
+        offsets = (
+            " Offsets of loaders with rank-specific data are missing too: these loaders start from the beginning."
+            if own_data
+            else ""
+        )
+        _LOG.warning(
+            "save_state() at %s was called by rank %s and not by all %s processes (%s). The checkpoint holds what rank %s has. "
+            "Missing are the random states of other processes, which are derived again when it is loaded, and their gradients "
+            "if an accumulation cycle is open.%s Call save_state() on every process, outside of "
+            "`if accelerator.is_main_process`, to save all.",
+            absence.site,
+            absence.rank,
+            backend.topology.world_size,
+            _list_missing(absence),
+            absence.rank,
+            offsets,
+        )
+    return text
+
+
+def write_without_missing_ranks(
+    operation: str, absence: MissingRanks, backend: Backend, write: Callable[[], str], *, sharded: bool
+) -> str:
+    """Let the first of the ranks that make a call write; return or raise its outcome on each of them."""
+    if sharded:
+        raise CheckpointError(
+            f"{operation}() at {absence.site} cannot save sharded models: it was not called by all "
+            f"{backend.topology.world_size} processes, and each has a shard of every model "
+            f"({_list_missing(absence) or 'some are missing'}). Call {operation}() on every process, outside of "
+            "`if accelerator.is_main_process`."
+        )
+    if not absence.is_leader:
+        saved, text = json.loads(absence.monitor.read_outcome(absence))
+        if not saved:
+            raise CheckpointError(text)
+        return str(text)
+    saved, text = False, f"{operation}() was interrupted"
+    try:
+        text = write()
+        saved = True
+    except Exception as error:
+        text = str(error)
+        raise
+    finally:
+        absence.monitor.publish_outcome(absence, json.dumps([saved, text]))
+    return text
+
+
+def _list_missing(absence: MissingRanks) -> str:
+    return "; ".join(f"rank {rank} {text}" for rank, text in absence.missing.items())

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from accel_runtime.environment.settings import variable_name
 from accel_runtime.storage.directory import (
     commit_directory,
     create_scratch,
@@ -24,7 +26,7 @@ from accel_runtime.storage.directory import (
     remove_checkpoint,
     remove_leftovers,
 )
-from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
+from accel_runtime.storage.errors import AllGatherObjects, CheckpointError, describe_error, format_names
 from accel_runtime.storage.file_system import FileSystem, add_path_to_error
 from accel_runtime.storage.manifest import (
     NAME,
@@ -36,10 +38,10 @@ from accel_runtime.storage.manifest import (
     hash_file,
     parse_number,
 )
-from accel_runtime.storage.shared_directory import explain_separate_nodes
 from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store, join_key
 
-__all__ = ["FileStore", "identify_candidates", "retry_while_changing"]
+__all__ = ["FileStore", "explain_separate_nodes", "identify_candidates", "retry_while_changing"]
+
 
 _T = TypeVar("_T")
 _LOCK_S, _LOCK_RETRY_S = 30.0, 0.02
@@ -331,3 +333,70 @@ def _require_current(target: Path, folder: int, disk: FileSystem) -> None:
 def _leads_to(path: Path, folder: int, disk: FileSystem) -> bool:
     status = os.fstat(folder)
     return disk.identify(path) == (status.st_dev, status.st_ino)
+
+
+_WAIT_S = 1.0
+"""Seconds for a new directory to appear on the other nodes: their caches may have the absence of its parent."""
+_POLL_S = 0.05
+
+
+def explain_separate_nodes(
+    directory: Path | None, all_gather: AllGatherObjects, node: str | None, disk: FileSystem, *, sharded: bool
+) -> str:
+    """Return why not all nodes can save into the directory of rank 0, with the cure; empty if they can.
+
+    Every rank calls it and gets the same text. Nothing stays in the directory.
+
+    Args:
+        directory: The directory of checkpoints on rank 0; None on the other ranks, and if it is not known.
+        all_gather: The collective call.
+        node: The name of this node on one rank of each, which looks; None on its other ranks.
+        disk: The file system of this node.
+        sharded: Whether models are sharded, so that the first node alone cannot save them.
+    """
+    created: list[Path] = []
+    probe = problem = None
+    try:
+        if directory is not None:
+            probe = directory.absolute() / f".probe-{uuid.uuid4().hex}"
+            created = [path for path in (probe, *probe.parents) if not path.exists()]
+            try:
+                disk.make(probe)
+            except OSError as error:
+                problem = describe_error(error)
+        probe, problem = all_gather((probe, problem))[0]
+        if probe is None:
+            return ""
+        found = all_gather((node, node is None or bool(problem) or _is_seen(probe, disk)))
+    finally:
+        for path in created:
+            with suppress(OSError):  # another process has put something into it
+                path.rmdir()
+    what, first = f"Checkpoints cannot be saved in {probe.parent}", f"{found[0][0]} (rank 0)"
+    if problem:
+        return f"{what}: node {first}: {problem}"
+    blind = [f"{name} (rank {rank})" for rank, (name, seen) in enumerate(found) if not seen]
+    return (
+        f"{what}: {_format_nodes(blind)} not see what node {first} creates there. {_get_cure(sharded=sharded)}"
+        if blind
+        else ""
+    )
+
+
+def _is_seen(probe: Path, disk: FileSystem) -> bool:
+    """Return whether this node sees the probe, after a while at the latest."""
+    deadline = time.monotonic() + _WAIT_S
+    while not (seen := disk.sees(probe)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return seen
+
+
+def _format_nodes(names: Sequence[str]) -> str:
+    return f"node {names[0]} does" if len(names) == 1 else f"nodes {format_names(names)} do"
+
+
+def _get_cure(*, sharded: bool) -> str:
+    if sharded:
+        return "Use a directory that all nodes share: sharded models need one."
+    variable = variable_name("shared_files")
+    return f"Use a directory that all nodes share, or set shared_files: false ({variable}=0): the first node then saves."

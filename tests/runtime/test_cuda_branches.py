@@ -21,7 +21,7 @@ from accel_runtime.backends import _select_device, connect
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import check_gpus_differ
 from accel_runtime.backends.rng import broadcast_rng_types
-from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation import nested

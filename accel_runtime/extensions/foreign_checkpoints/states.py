@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from accel_runtime.checkpoint.fitted_manifest import fit_manifest
+from accel_runtime.checkpoint.load import fit_manifest
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem, tensor_name_of
 from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.storage.manifest import Manifest, TensorEntry

@@ -16,8 +16,8 @@ from support.waits import limit
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.checkpoint import manager
-from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint import background
+from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.file_system import FileSystem
@@ -162,14 +162,14 @@ def test_a_copy_that_is_needed_early_ends_the_reservation(monkeypatch):
         assert go.wait(limit(60))
         allocated.append(piece.nbytes)
 
-    monkeypatch.setattr(manager, "_allocate_pages", allocate)
+    monkeypatch.setattr(background, "_allocate_pages", allocate)
     staging = StagingBuffers(pinned=False)
-    staging.reserve(8 * manager._PIECE_BYTES)
+    staging.reserve(8 * background._PIECE_BYTES)
     assert started.wait(limit(60))
     threading.Timer(0.1, go.set).start()
     assert staging.copy_tensors({"a": torch.ones(3)})["a"].sum() == 3
     assert len(allocated) < 8
-    assert staging.bytes == 8 * manager._PIECE_BYTES
+    assert staging.bytes == 8 * background._PIECE_BYTES
 
 
 def test_pages_of_a_reservation_are_allocated_before_the_copy():

@@ -13,7 +13,7 @@ from support.exchanges import record_exchanges
 from torch import nn
 
 from accel_runtime import Accelerator
-from accel_runtime.checkpoint.manager import StagingBuffers
+from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.collectives.handshake import PAYLOAD
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore

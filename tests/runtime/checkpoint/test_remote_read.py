@@ -17,8 +17,8 @@ from support.runs.file_system import Run
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from accel_runtime.checkpoint import load, remote_read
-from accel_runtime.checkpoint.remote_read import TensorRead, read_tensors
+from accel_runtime.checkpoint import load
+from accel_runtime.checkpoint.load import TensorRead, read_tensors
 from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage import manifest, tensor_file
 from accel_runtime.storage.errors import CheckpointError
@@ -55,9 +55,9 @@ class MemorySnapshot(Snapshot):
 
 
 def use_small_blocks(stack):
-    for module in (manifest, tensor_file, remote_read):
+    for module in (manifest, tensor_file, load):
         stack.enter_context(mock.patch.object(module, "BLOCK_BYTES", BLOCK))
-    stack.enter_context(mock.patch.object(remote_read, "_RUN_BYTES", 4 * BLOCK))
+    stack.enter_context(mock.patch.object(load, "_RUN_BYTES", 4 * BLOCK))
 
 
 def write_file(tensors):

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from accel_runtime.checkpoint.manager import Checkpoints, ResumePolicy, RunOrigin
+from accel_runtime.checkpoint.project_checkpoints import Checkpoints, ResumePolicy, RunOrigin
 from accel_runtime.storage import directory
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
-from accel_runtime.storage import shared_directory
-from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage import file_store
+from accel_runtime.storage.file_store import FileStore, explain_separate_nodes
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.shared_directory import explain_separate_nodes
 
 AUTOMATIC = {"automatic_checkpoint_naming": True}
 
@@ -35,7 +34,7 @@ def prepare(folder, options, separate=True, shared_files=True, optimizer=True):
     handler.emit = lambda record: warnings.append(record.getMessage())
     logger = logging.getLogger("accel_runtime.checkpoint")
     explain = file_store.explain_separate_nodes
-    wait, shared_directory._WAIT_S = shared_directory._WAIT_S, 0
+    wait, file_store._WAIT_S = file_store._WAIT_S, 0
     file_store.explain_separate_nodes = lambda *args, **keys: calls.append(args[0]) or explain(*args, **keys)
     logger.addHandler(handler)
     try:
@@ -49,7 +48,7 @@ def prepare(folder, options, separate=True, shared_files=True, optimizer=True):
     finally:
         logger.removeHandler(handler)
         file_store.explain_separate_nodes = explain
-        shared_directory._WAIT_S = wait
+        file_store._WAIT_S = wait
     return warnings, calls
 
 
@@ -138,6 +137,6 @@ def test_a_directory_that_appears_late_counts_as_seen(tmp_path, monkeypatch):
             return self.looks > 2
 
     late = Late()
-    monkeypatch.setattr(shared_directory, "_POLL_S", 0)
+    monkeypatch.setattr(file_store, "_POLL_S", 0)
     assert explain_separate_nodes(tmp_path, Gathered(), "a", late, sharded=False) == ""
     assert late.looks == 3
