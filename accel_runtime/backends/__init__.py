@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -13,7 +14,6 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from accel_runtime.backends.accelerate_state import share_backend
 from accel_runtime.backends.base import Backend, Devices
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.backends.distributed import DistributedBackend, SingleRank, check_process_group
@@ -23,6 +23,7 @@ from accel_runtime.environment.settings import Settings, check_layout
 from accel_runtime.environment.topology import Topology
 
 __all__ = [
+    "BACKEND_LISTENERS",
     "DEVICES",
     "Backend",
     "connect",
@@ -46,6 +47,13 @@ DEVICES: Registry[Devices] = Registry(
     },
 )
 """Devices that another library connects than torch, by the `device` of the settings, which names all that there are."""
+
+BACKEND_LISTENERS: Registry[Callable[[Callable[[], Backend | None]], None]] = Registry(
+    {
+        "accelerate": "accel_runtime.accelerate.state:share_backend",
+    },
+)
+"""Functions that are called if the current backend of a thread changes, with the function that finds it."""
 
 
 def connect(settings: Settings, topology: Topology, options: dict[str, Any] | None = None) -> Backend:
@@ -152,7 +160,8 @@ def current_backend() -> Backend:
 def set_current_backend(backend: Backend | None) -> None:
     """Set the current backend of this thread; None removes it."""
     _THREAD.current.backend = backend
-    share_backend(known_backend)
+    for name in BACKEND_LISTENERS.names:
+        BACKEND_LISTENERS[name](known_backend)
 
 
 def connect_default_backend(*, cpu: bool = False, options: dict[str, Any] | None = None) -> Backend:
