@@ -590,6 +590,81 @@ def map_torch_names(path):
     return bound
 
 
+REPLACE_TORCH = {
+    "accel_runtime/observe/": "measures parts of steps, waits for threads at the end of a group",
+    "accel_runtime/foundation/torch_internals.py": "private names of torch",
+    "accel_cli/runner/agent.py": "torch's agent, in the launch process: it looks up the full host name at each event",
+    "accel_cli/runner/rendezvous.py": "torch's rendezvous, in the launch process: its delays are no options",
+    "accel_cli/extensions/migrate/counter_runs.py": "a process that runs a script to compare it: counters instead of random numbers",
+    "accel_cli/extensions/migrate/probe.py": "the same: files that the script saves",
+    "accel_cli/extensions/migrate/step_records.py": "the same: losses and seeds of the script",
+}
+"""The modules that may assign to attributes of torch's modules and classes, with what they replace. Elsewhere, torch is changed
+through its interface."""
+
+
+def list_bindings(path):
+    """List the variables that a file assigns, also in loops over tuples, with their values."""
+    pairs = []
+    for node in list_nodes(path):
+        if isinstance(node, ast.Assign):
+            pairs += [(target, node.value) for target in node.targets]
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            pairs.append((node.target, node.value))
+        elif isinstance(node, ast.For) and isinstance(node.iter, (ast.Tuple, ast.List)):
+            pairs += [(node.target, value) for value in node.iter.elts]
+    return [(target.id, value) for target, value in pairs if isinstance(target, ast.Name)]
+
+
+def list_replaced(path):
+    """List the attributes of torch's modules and classes that a file assigns to or deletes."""
+    bound = {"torch": "torch"} | map_torch_names(path)
+
+    def resolve(node):
+        first, _, remaining = ast.unparse(node).partition(".")
+        return f"{bound[first]}.{remaining}".rstrip(".") if first in bound else ""
+
+    for variable, value in list_bindings(path):
+        # Modules of torch are looked up where torch must not be imported. What a call of torch returns is an object.
+        if re.match(r"sys\.modules(\[|\.get\()'torch\b", ast.unparse(value)):
+            bound[variable] = "torch"
+        elif resolve(value) and not isinstance(value, ast.Call):
+            bound[variable] = resolve(value)
+    replaced = []
+    for node in list_nodes(path):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            replaced += [resolve(node)] if resolve(node.value) else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"setattr", "delattr"}:
+            replaced += [ast.unparse(node)] if resolve(node.args[0]) else []
+    return replaced
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.save = print",
+        "import torch.nn.functional as F\nF.relu: object = print",
+        "from torch.utils.data import DataLoader\nDataLoader.__iter__ = None",
+        "from torch import nn\nsetattr(nn.Module, name, print)",
+        "from torch import autograd\ndel autograd.backward",
+        "import torch\nfunctional = torch.nn.functional\nfunctional.relu = print",
+        "import sys\nlibrary = sys.modules.get('torch.distributed')\nlibrary.barrier = print",
+        "import sys\nfor module in (sys.modules['torch'],):\n    module.save = print",
+    ],
+)
+def test_assignments_to_attributes_of_torch_are_found(code, tmp_path):
+    (tmp_path / "module.py").write_text(code)
+    assert len(list_replaced(tmp_path / "module.py")) == 1
+
+
+def test_functions_of_torch_are_replaced_in_listed_modules_only():
+    """Attributes of torch's objects, such as `model.forward`, are no part of this rule."""
+    replaced = {name(path): found for path in [*CLI, *RUNTIME] if (found := list_replaced(path))}
+    allowed = tuple(REPLACE_TORCH)
+    assert not {path: found for path, found in replaced.items() if not path.startswith(allowed)}
+    assert not [entry for entry in allowed if not any(path.startswith(entry) for path in replaced)]
+
+
 def test_private_names_of_torch_are_in_one_module():
     """Attributes of torch's objects, such as `module._buffers`, cannot be distinguished here."""
     private = re.compile(r"\._(?!_)")

@@ -60,7 +60,7 @@ __all__ = ["ElasticAgent"]
 _EXIT_S = 10.0
 """Seconds that a process has to exit after its failure, before the failure is printed while it still runs."""
 
-# torch asks the name servers for the host's full name with each event it records: if none answers, every step waits.
+# torch asks the name servers for the host's full name with each event it records: if none answers, every step waits (torch 2.9 to 2.13).
 api._get_fq_hostname = socket.gethostname  # noqa: SLF001
 
 

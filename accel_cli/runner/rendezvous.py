@@ -136,7 +136,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
             keep_alive_interval=max(1, settings.lost_after // _HEARTBEATS),
             keep_alive_max_attempt=_HEARTBEATS,
         )
-        setattr(handler._state_holder, "_cache_duration", _POLL_S)  # noqa: B010 - torch has no argument for it
+        setattr(handler._state_holder, "_cache_duration", _POLL_S)  # noqa: B010 - torch 2.9 to 2.13 has no argument for it
         setattr(dynamic_rendezvous, "_delay", handler._delay)  # noqa: B010
         handler.bootstrap = bootstrap
         handler._is_static = settings.static

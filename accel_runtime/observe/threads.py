@@ -26,7 +26,7 @@ def wait_at_group_end() -> None:
     """Make `destroy_process_group` of torch wait for the threads of collectives, once this process has imported torch.
 
     The last reference to a group may be that of a model, which a function drops when it returns. The main thread then joins
-    gloo's threads with the GIL, for which one of them waits: both hang.
+    gloo's threads with the GIL, for which one of them waits: both hang (torch 2.9 to 2.13).
     """
     call_after_torch_import(_wrap_destroy)
 
