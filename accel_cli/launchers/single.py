@@ -31,7 +31,7 @@ from accel_cli.runner.preparations import prepare_node
 from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:
-    from accel_cli.runner.recorder import RunRecorder
+    from accel_cli.runs.recorder import RunRecorder
 
 __all__ = ["Single"]
 
@@ -100,7 +100,7 @@ class Single(Launcher):
 
     def _record(self, plan: Plan) -> RunRecorder | None:
         """Create the folder of the run; ranks that another launcher has started have none."""
-        from accel_cli.runner.recorder import record_script  # noqa: PLC0415 - not for a dry run
+        from accel_cli.runs.recorder import record_script  # noqa: PLC0415 - not for a dry run
 
         return record_script(plan, os.environ, keep_runs=self.keep_runs, keep_days=self.keep_days)
 

@@ -47,7 +47,7 @@ from accel_cli.runner.preparations import find_node_check
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
 from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
 from accel_cli.runs.run_files import read_text
 from accel_cli.runs.speed import RankSpeed, describe_global_batch, describe_slow_rank, describe_throughput

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from accel_cli import console
 from accel_cli.runner.collectives import request_traces
 from accel_cli.runner.stalls import FRAME, format_location, request_stacks
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import read_json
 

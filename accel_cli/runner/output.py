@@ -9,7 +9,7 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,10 +23,10 @@ __all__ = [
     "LogWarning",
     "OutputChannel",
     "RankOutputs",
+    "SilenceHint",
     "get_file_identity",
     "write_all",
 ]
-
 
 _STREAMS = {"stdout": 1, "stderr": 2}
 _PARTIAL_LINE_POLL_S = 1.0
@@ -34,6 +34,7 @@ _IDLE_S = 0.3
 """After the ranks have ended, stop reading once the processes they left behind are silent for this time."""
 _DRAIN_S = 5.0
 """The longest time to read from such processes."""
+_SILENCE_S = 600.0
 
 
 class LogWarning:
@@ -432,3 +433,26 @@ class LinePrefixer:
         """Return a line with its prefix; of a progress bar, the last state."""
         states = [state for state in line.split(b"\r") if state.strip()]
         return self._prefix + (states[-1] if states else b"") + b"\n"
+
+
+class SilenceHint:
+    """A note, given once, if a run shows no output for a long time.
+
+    Args:
+        seconds: The time without output until the note is given.
+        detects_stalls: If true, the note does not suggest `--stall-timeout`.
+    """
+
+    def __init__(self, *, seconds: float = _SILENCE_S, detects_stalls: bool = False) -> None:
+        self._seconds, self._detects_stalls = seconds, detects_stalls
+        self._is_given = False
+
+    def check(self, activity: Collection[float]) -> None:
+        """Print the note if the newest of these times, on the monotonic clock, is long ago."""
+        if self._is_given or time.monotonic() - max(activity) < self._seconds:
+            return
+        self._is_given = True
+        cures = ["Watch the run with accel top", "show its stacks with accel stacks"]
+        cures += [] if self._detects_stalls else ["set --stall-timeout to detect stalls"]
+        duration = console.format_duration(self._seconds)
+        console.note(f"no output for {duration}. {', '.join(cures[:-1])}, or {cures[-1]}.")

@@ -19,7 +19,7 @@ from accel_cli.runner.collectives import explain_hang, request_traces
 from accel_cli.runner.guard import list_processes, send_signal
 from accel_cli.runner.hang_evidence import Observation, judge, observe_ranks
 from accel_cli.runner.hang_exchange import HangRecord
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks
 from accel_cli.runs.run_files import open_file, read_pid, read_size, read_text
 from accel_cli.runs.usage import read_cpu_time

@@ -21,7 +21,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, name_target
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
 from accel_cli.worker import EXIT_FILE, STACK_REQUEST_FILE, STACKS_FILE, THREAD_FILE
 from accel_runtime.environment import settings as env

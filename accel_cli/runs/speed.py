@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
 
-from accel_cli.runs.beats import Beat, Totals
+from accel_cli.runs.heartbeats import Beat, Totals
 from accel_cli.runs.run_dir import format_ranks
 from accel_cli.runs.run_files import read_json
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from unittest.mock import patch
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import heartbeat, torch_hooks

@@ -19,7 +19,7 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.planning.plan import join_for_bash
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
 from accel_cli.runs.snapshot import read_configuration

@@ -27,7 +27,7 @@ from accel_cli.extensions.report.figures import (
     thin_curve,
     write_json,
 )
-from accel_cli.runs.beats import Totals
+from accel_cli.runs.heartbeats import Totals
 from accel_cli.runs.speed import MIN_SAMPLES, MIN_STEPS, PARTS, describe_part, find_slowest, format_step_time
 
 __all__ = ["describe_balance", "draw_memory", "draw_times", "list_parts"]

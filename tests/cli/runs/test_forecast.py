@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_cli.runs.beats import simplify_operation
-from accel_cli.runs.forecast import Goal, compute_run_eta, find_goal, is_resume
+from accel_cli.runs.heartbeats import simplify_operation
+from accel_cli.runs.snapshot import Goal, compute_run_eta, find_goal, is_resume
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from accel_cli.runs.git_commit import read_git_commit
+from accel_cli.runs.recorder import read_git_commit
 
 
 @pytest.fixture

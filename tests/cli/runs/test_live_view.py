@@ -13,11 +13,10 @@ import pytest
 from support import golden
 from support.processes import AS_SESSION
 
-from accel_cli.runs.beats import Beat, Totals
-from accel_cli.runs.forecast import find_goal
+from accel_cli.runs.heartbeats import Beat, Totals
 from accel_cli.runs.live_view import build_help, build_view, format_sparkline, render_lines, shorten_location
 from accel_cli.runs.screen import Controls
-from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot
+from accel_cli.runs.snapshot import MetricSeries, RankSnapshot, RunSnapshot, find_goal
 
 STEPS = 400
 LOSS = MetricSeries("train/loss", 0.1353, 390, [math.exp(-step / 20) for step in range(40)])

@@ -15,7 +15,7 @@ from support.processes import free_port
 from support.runs.run_folders import write_beat
 
 from accel_cli.errors import UsageError
-from accel_cli.runs.beats import Totals
+from accel_cli.runs.heartbeats import Totals
 from accel_cli.runs.prometheus import RunCollector, serve_metrics
 from accel_cli.runs.run_dir import RunFolder
 

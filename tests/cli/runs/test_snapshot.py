@@ -9,7 +9,7 @@ import pytest
 from support.commands import call_accel
 from support.runs.run_folders import write_beat
 
-from accel_cli.runs.beats import Totals
+from accel_cli.runs.heartbeats import Totals
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
 

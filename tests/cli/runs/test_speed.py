@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.runs.beats import Totals
+from accel_cli.runs.heartbeats import Totals
 from accel_cli.runs.speed import (
     RankSpeed,
     Throughput,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.rank_hooks import watch
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import SettingsError
 from accel_runtime.observe.flops import PEAK_FLOPS, find_peak_flops

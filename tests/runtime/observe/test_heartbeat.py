@@ -11,7 +11,7 @@ from support.data_sets import SampleStream
 from support.rank_hooks import forget_progress, read_beat, watch
 from torch.utils.data import DataLoader
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import RANK_FOLDER

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from accel_cli.runs.beats import Beat
+from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.worker import strip_frames
 from accel_runtime import Accelerator

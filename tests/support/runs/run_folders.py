@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_cli.runs.beats import Totals
+from accel_cli.runs.heartbeats import Totals
 from accel_runtime.environment import settings as env
 
 __all__ = ["START", "RunWriter", "write_beat"]

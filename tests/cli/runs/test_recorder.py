@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from accel_cli.planning.plan import LaunchDetails, Plan
-from accel_cli.runner import recorder
-from accel_cli.runner.recorder import RunRecorder, SilenceHint, build_record
+from accel_cli.runner.output import SilenceHint
+from accel_cli.runs import recorder
+from accel_cli.runs.recorder import RunRecorder, build_record
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.usage import read_gpu_usage
 from accel_runtime.observe.nvml import load_nvml

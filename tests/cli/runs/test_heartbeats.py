@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.runs.run_folders import START, write_beat
 from support.waits import limit
 
-from accel_cli.runs.beats import Beat, Totals
+from accel_cli.runs.heartbeats import Beat, Totals
 from accel_runtime.environment import settings as env
 from accel_runtime.observe import heartbeat
 from accel_runtime.observe.heartbeat import Heartbeat
@@ -80,7 +80,7 @@ def test_a_history_that_is_thinned_in_the_midst_of_a_read_is_read_again(tmp_path
             reads.append(is_whole)
             return first + super().read() if is_whole else first
 
-    monkeypatch.setattr("accel_cli.runs.beats.open_file", InterruptedFile)
+    monkeypatch.setattr("accel_cli.runs.heartbeats.open_file", InterruptedFile)
     assert tuple(Beat.read(file).history) == tuple(history[::2])
     assert reads.count(True) >= 2
 

@@ -6,8 +6,9 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,19 @@ from typing import Any
 import accel_cli
 from accel_cli import console
 from accel_cli.planning.plan import Plan
-from accel_cli.runs.git_commit import read_git_commit
 from accel_cli.runs.run_dir import RunFolder, get_log_home, get_temporary_home
-from accel_cli.runs.run_files import read_pid
+from accel_cli.runs.run_files import read_pid, read_text
 from accel_cli.runs.usage import read_cpu_time, read_gpu_usage, read_rss
 from accel_runtime.environment import settings as env
 
-__all__ = ["RunRecorder", "SilenceHint", "build_record", "note_temporary_home", "record_script"]
+__all__ = ["RunRecorder", "build_record", "note_temporary_home", "read_git_commit", "record_script"]
 
 _INTERVAL_S = 5.0
 """Seconds between two samples of the memory, at first."""
 _MAX_SAMPLES = 1024
 """The most lines of the file; when it is full, every second one is dropped and the interval doubles."""
-_SILENCE_S = 600.0
+_COMMIT = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_REFERENCE = re.compile(r"ref: (refs/[\w./-]+)")
 
 
 def build_record(plan: Plan, torch_version: str, begin: float) -> dict[str, Any]:
@@ -193,24 +194,33 @@ class RunRecorder:
         return f"{processes} {end}"
 
 
-class SilenceHint:
-    """A note, given once, if a run shows no output for a long time.
+def read_git_commit(folder: Path) -> str:
+    """Return the commit and the branch of the repository that a folder is in; empty outside of one.
 
-    Args:
-        seconds: The time without output until the note is given.
-        detects_stalls: If true, the note does not suggest `--stall-timeout`.
+    Changes that are not committed do not show.
     """
+    top = next((each for each in (folder, *folder.parents) if (each / ".git").exists()), None)
+    if top is None:
+        return ""
+    git = top / ".git"
+    if git.is_file():  # a worktree or submodule
+        git = top / read_text(git).removeprefix("gitdir:").strip()
+    head = read_text(git / "HEAD").strip()
+    if _COMMIT.fullmatch(head):
+        return head
+    match = _REFERENCE.fullmatch(head)
+    if match is None or ".." in match[1]:
+        return ""
+    common = git / (read_text(git / "commondir").strip() or ".")
+    commit = _read_reference(git, common, match[1])
+    return f"{commit} ({match[1].removeprefix('refs/heads/')})" if commit else ""
 
-    def __init__(self, *, seconds: float = _SILENCE_S, detects_stalls: bool = False) -> None:
-        self._seconds, self._detects_stalls = seconds, detects_stalls
-        self._is_given = False
 
-    def check(self, activity: Collection[float]) -> None:
-        """Print the note if the newest of these times, on the monotonic clock, is long ago."""
-        if self._is_given or time.monotonic() - max(activity) < self._seconds:
-            return
-        self._is_given = True
-        cures = ["Watch the run with accel top", "show its stacks with accel stacks"]
-        cures += [] if self._detects_stalls else ["set --stall-timeout to detect stalls"]
-        duration = console.format_duration(self._seconds)
-        console.note(f"no output for {duration}. {', '.join(cures[:-1])}, or {cures[-1]}.")
+def _read_reference(git: Path, common: Path, name: str) -> str:
+    for folder in (git, common):
+        if _COMMIT.fullmatch(text := read_text(folder / name).strip()):
+            return text
+    packed = re.search(
+        rf"^([0-9a-f]{{40,64}}) {re.escape(name)}$", read_text(common / "packed-refs"), re.MULTILINE
+    )
+    return packed[1] if packed else ""
