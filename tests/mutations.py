@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "answer of a node whose ranks are missing in a collective",
-        "accel_cli.runner.hang_exchange:HangExchange.answer",
+        "accel_cli.runner.hang_report:HangExchange.answer",
         skip_call("_publish"),
         (
             "tests/cli/runner/test_hang_exchange.py::test_a_node_that_finds_a_hang_gets_the_records_of_nodes_that_answer",
@@ -371,13 +371,13 @@ MUTATIONS = (
     ),
     Mutation(
         "evidence of a hang",
-        "accel_cli.runner.hang_evidence:judge",
+        "accel_cli.runner.hang_report:judge",
         return_value("Judgement()"),
         ("tests/cli/runner/test_stalls.py::test_a_healthy_run_is_not_ended_whatever_it_does",),
     ),
     Mutation(
         "signs of ranks that wait",
-        "accel_cli.runner.hang_evidence:judge",
+        "accel_cli.runner.hang_report:judge",
         set_value("waiting", "set()"),
         ("tests/cli/runner/test_stalls.py::test_a_hang_is_reported_once_at_its_limit",),
     ),

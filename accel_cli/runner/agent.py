@@ -38,15 +38,22 @@ from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
 from accel_cli.runner.context import RunContext
-from accel_cli.runner.early_exits import EarlyExit, ExitWatch, format_exits, read_exit
 from accel_cli.runner.failures import Cause, Failure, FailureExchange
 from accel_cli.runner.guard import send_signal
-from accel_cli.runner.hang_exchange import HangExchange, HangRecord
+from accel_cli.runner.hang_report import HangExchange, HangRecord
 from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.preparations import find_node_check
 from accel_cli.runner.processes import OomKillCounter, ReplicaWatch, WorkerProcesses
 from accel_cli.runner.rendezvous import NodeRendezvous, RestartBudget, RestartReason, SingleNodeRendezvous
-from accel_cli.runner.stalls import RankObserver, Stall, StallWatch
+from accel_cli.runner.stalls import (
+    EarlyExit,
+    ExitWatch,
+    RankObserver,
+    Stall,
+    StallWatch,
+    format_exits,
+    read_exit,
+)
 from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
 from accel_cli.runs.run_files import read_text

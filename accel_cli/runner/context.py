@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from accel_cli.planning.plan import AgentSettings
 from accel_cli.runner.forkserver import ForkServer
-from accel_cli.runner.output import LogWarning, SilenceHint
-from accel_cli.runner.screen_footer import ScreenFooter
+from accel_cli.runner.output import LogWarning, ScreenFooter, SilenceHint
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder
 from accel_cli.runs.run_dir import RunFolder

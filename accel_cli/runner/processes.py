@@ -23,10 +23,10 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import AgentSettings, select_ranks
 from accel_cli.runner import failures
-from accel_cli.runner.early_exits import read_exit_record
 from accel_cli.runner.forkserver import ForkServer, ForkServerError
 from accel_cli.runner.output import RankOutputs
 from accel_cli.runner.shutdown import Orphans, end_processes
+from accel_cli.runner.stalls import read_exit_record
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import read_text
 from accel_cli.worker import REPLICA_COUNT_FILE

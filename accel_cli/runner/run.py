@@ -24,11 +24,10 @@ from accel_cli.planning.plan import AgentSettings, Plan
 from accel_cli.runner.agent import ElasticAgent
 from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
 from accel_cli.runner.context import RunContext
-from accel_cli.runner.output import LogWarning, SilenceHint
+from accel_cli.runner.output import LogWarning, SilenceHint, create_footer
 from accel_cli.runner.preparations import find_node_check, prepare_node
 from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
-from accel_cli.runner.screen_footer import create_footer
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder, build_record, note_temporary_home
 from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from accel_cli import worker
-from accel_cli.runner import early_exits
-from accel_cli.runner.collectives import Collective, GroupTrace
-from accel_cli.runner.early_exits import EarlyExit, ExitWatch, format_exits, read_exit
-from accel_cli.runner.stalls import Stacks
+from accel_cli.runner import stalls
+from accel_cli.runner.hang_report import Collective, GroupTrace
+from accel_cli.runner.stalls import EarlyExit, ExitWatch, Stacks, format_exits, read_exit
 from accel_cli.runs.run_dir import RankFolder
 
 
@@ -72,9 +71,9 @@ def watch(tmp_path, monkeypatch, capsys):
     """Checks a watch at a time, with the stack and the groups that are waiting of rank 0; the note, if there is one."""
     clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
     found = SimpleNamespace(exits=[EarlyExit(1, "box", " at train.py:7 (<module>)", 1.0)])
-    monkeypatch.setattr(early_exits, "time", clock)
-    monkeypatch.setattr(early_exits, "request_stacks", lambda folders: dict.fromkeys(folders, found.stacks))
-    monkeypatch.setattr(early_exits, "request_traces", lambda folders: dict.fromkeys(folders, found.traces))
+    monkeypatch.setattr(stalls, "time", clock)
+    monkeypatch.setattr(stalls, "request_stacks", lambda folders: dict.fromkeys(folders, found.stacks))
+    monkeypatch.setattr(stalls, "request_traces", lambda folders: dict.fromkeys(folders, found.traces))
     folders = {rank: RankFolder(tmp_path / f"rank_{rank}") for rank in (0, 1)}
     exit_watch = ExitWatch(folders, lambda: found.exits)
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import DistError, HashStore
 
-from accel_cli.runner import hang_exchange
-from accel_cli.runner.collectives import Collective, GroupTrace
-from accel_cli.runner.hang_exchange import HangExchange, HangRecord
+from accel_cli.runner import hang_report
+from accel_cli.runner.hang_report import Collective, GroupTrace, HangExchange, HangRecord
 
 
 def build_record(rank, number, *, is_completed=False):
@@ -57,7 +56,7 @@ def test_a_record_arrives_with_its_newest_collectives_and_the_name_of_its_node()
 
 
 def test_a_node_that_finds_a_hang_gets_the_records_of_nodes_that_answer(monkeypatch):
-    monkeypatch.setattr(hang_exchange, "_CHECK_S", 0.0)
+    monkeypatch.setattr(hang_report, "_CHECK_S", 0.0)
     first, second = build_exchanges(build_record(0, 5), build_record(1, 4, is_completed=True))
     second.answer()  # nobody has asked
     ended = threading.Event()
@@ -87,7 +86,7 @@ def test_two_nodes_that_find_it_at_the_same_time_answer_each_other():
 
 
 def test_a_node_that_does_not_answer_is_named_as_such(monkeypatch):
-    monkeypatch.setattr(hang_exchange, "_WAIT_S", 0.3)
+    monkeypatch.setattr(hang_report, "_EXCHANGE_S", 0.3)
     first, _ = build_exchanges(build_record(0, 5), build_record(1, 4))
     own = build_record(0, 5)
     collected = first.collect(own)
@@ -96,7 +95,7 @@ def test_a_node_that_does_not_answer_is_named_as_such(monkeypatch):
 
 
 def test_the_activity_of_another_node_arrives_with_its_name(monkeypatch):
-    monkeypatch.setattr(hang_exchange, "_CHECK_S", 0.0)
+    monkeypatch.setattr(hang_report, "_CHECK_S", 0.0)
     first, second = build_exchanges(build_record(0, 5), build_record(1, 4), activity="rank 1 saves")
     second._publish(build_record(1, 4), 1)
     assert first.collect(build_record(0, 5)).activity == {"host-b": "rank 1 saves on host-b"}

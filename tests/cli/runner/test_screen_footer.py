@@ -11,7 +11,7 @@ from support.processes import AS_SESSION, Process
 
 SETUP = """
 import fcntl, os, sys, termios
-from accel_cli.runner.screen_footer import ScreenFooter
+from accel_cli.runner.output import ScreenFooter
 count = 2
 def build(columns, lines):
     return [f"<{number}>" + "-" * (columns - 3) for number in range(count)][:lines]
@@ -135,7 +135,7 @@ def test_a_launcher_in_the_background_is_not_stopped_at_its_end():
     """Ctrl-Z and bg leave it there; a change of the terminal would stop it for good."""
     program = """
 import os, sys, time
-from accel_cli.runner.screen_footer import ScreenFooter
+from accel_cli.runner.output import ScreenFooter
 while os.tcgetpgrp(0) != os.getpgrp(): time.sleep(0.01)
 with ScreenFooter(lambda *_: []):
     print("entered", flush=True)

@@ -17,9 +17,7 @@ from support.waits import wait_until
 
 from accel_cli import worker
 from accel_cli.runner import stalls
-from accel_cli.runner.collectives import Collective, GroupTrace
-from accel_cli.runner.hang_evidence import Observation, RankObservation
-from accel_cli.runner.hang_exchange import HangRecord
+from accel_cli.runner.hang_report import Collective, GroupTrace, HangRecord, Observation, RankObservation
 from accel_cli.runner.stalls import RankObserver, StallWatch
 from accel_cli.runs.run_dir import RankFolder
 

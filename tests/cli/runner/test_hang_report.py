@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from accel_cli.runner.collectives import explain_hang, parse_trace
+from accel_cli.runner.hang_report import explain_hang, parse_trace
 
 ALL_REDUCE, BROADCAST = ("gloo:all_reduce", [[3, 4]]), ("nccl:broadcast", [[5]])
 
