@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pods without root",
-        "accel_cli.extensions.kubernetes.section:KubernetesSection.is_restricted",
+        "accel_cli.extensions.kubernetes.fields:KubernetesSection.is_restricted",
         force_condition("pod_security", False),
         (
             "tests/extensions/kubernetes/test_manifests.py::test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more",
@@ -163,7 +163,7 @@ MUTATIONS = (
         "launcher of an option",
         "accel_cli.launchers:find_selected",
         force_condition("selects_launcher", False),
-        ("tests/extensions/ssh/test_config.py::test_hosts_select_the_launcher_without_a_profile",),
+        ("tests/extensions/ssh/test_launcher.py::test_hosts_select_the_launcher_without_a_profile",),
     ),
     Mutation(
         "different models in one accumulation cycle",
@@ -450,7 +450,7 @@ MUTATIONS = (
         "accel_cli.extensions.sagemaker.request:build_job_spec",
         replace_name("args", "it[1:]"),
         (
-            "tests/extensions/sagemaker/test_config.py::test_the_plan_has_the_instances_and_the_command_of_a_host",
+            "tests/extensions/sagemaker/test_launcher.py::test_the_plan_has_the_instances_and_the_command_of_a_host",
         ),
     ),
     Mutation(

@@ -35,7 +35,7 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/extensions/estimate/command.py",
     "accel_cli/extensions/migrate/command.py",
     "accel_cli/extensions/xla/",
-    "accel_cli/extensions/slurm/jobs.py",
+    "accel_cli/extensions/slurm/service.py",
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
     "accel_cli/extensions/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
@@ -44,9 +44,9 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/extensions/object_stores/obstore_client.py",
     "accel_runtime/extensions/object_stores/client_process.py",
     # The client takes the headers that Ray's own command line does; the actor passes its environment on.
-    "accel_cli/extensions/ray/jobs.py",
+    "accel_cli/extensions/ray/service.py",
     "accel_cli/extensions/ray/node.py",
-    "accel_cli/extensions/skypilot/jobs.py",
+    "accel_cli/extensions/skypilot/service.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
     "accel_cli/extensions/kubernetes/cluster.py",
     # Git gets the environment without its own variables, which name other repositories.

@@ -13,7 +13,7 @@ from typing import Any
 from accel_cli.console import mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker.aws import format_hint, load_service_model
-from accel_cli.extensions.sagemaker.section import CHANNEL, InputChannel, SageMakerSection
+from accel_cli.extensions.sagemaker.fields import CHANNEL, InputChannel, SageMakerSection
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.launchers.node_launch import build_node_options

@@ -10,8 +10,8 @@ from support.commands import call_accel
 from support.launchers.slurm_answers import line
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.slurm import jobs as slurm_jobs
-from accel_cli.extensions.slurm.jobs import SlurmJobs, parse_job_line
+from accel_cli.extensions.slurm import service as slurm_jobs
+from accel_cli.extensions.slurm.service import SlurmJobs, parse_job_line
 from accel_cli.launchers import jobs as following
 from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
 

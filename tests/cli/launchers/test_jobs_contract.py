@@ -28,7 +28,7 @@ from support.waits import wait_until
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes import manifests
-from accel_cli.extensions.ray.jobs import RayCluster
+from accel_cli.extensions.ray.service import RayCluster
 from accel_cli.extensions.skypilot.task import LABEL
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.jobs import Job, Jobs, get_user

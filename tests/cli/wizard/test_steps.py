@@ -431,7 +431,7 @@ def test_a_launcher_with_missing_requirements_is_offered_with_their_names(monkey
         choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
     )
     assert title == "A training job on Amazon SageMaker"
-    monkeypatch.setattr("accel_cli.extensions.sagemaker.section.find_spec", lambda _: None)
+    monkeypatch.setattr("accel_cli.extensions.sagemaker.fields.find_spec", lambda _: None)
     title = next(
         choice.title for choice in next_step({}).choices(MACHINES[0], {}) if choice.value == "sagemaker"
     )

@@ -8,7 +8,7 @@ import pytest
 from support.commands import call_accel
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.sagemaker import submit
+from accel_cli.extensions.sagemaker import service
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request
@@ -209,7 +209,7 @@ def test_a_job_of_sagemaker_gets_the_path_in_its_source(accel, tmp_path):
     assert plan.job.run["settings"]["ACCEL_DEEPSPEED_CONFIG_FILE"] == "conf/ds.json"
     (tmp_path / "conf/.gitignore").write_text("*\n")
     with pytest.raises(UsageError, match=r"conf/ds\.json is needed, but is not sent"):
-        submit._select_source(plan.job)
+        service._select_source(plan.job)
 
 
 @pytest.mark.parametrize("kind", ["kubernetes", "ray"])

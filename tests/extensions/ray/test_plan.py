@@ -14,9 +14,9 @@ from support.launchers.launch_specs import build_spec
 from support.launchers.ray_answers import RecordedClient, details
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.extensions.ray.config import Ray
-from accel_cli.extensions.ray.jobs import JobLog, RayCluster, parse_job
+from accel_cli.extensions.ray.launcher import Ray
 from accel_cli.extensions.ray.plan import ARCHIVE, RUN_FILE, RayRun, write_folder
+from accel_cli.extensions.ray.service import JobLog, RayCluster, parse_job
 from accel_cli.launchers import job_launcher
 from accel_cli.launchers.jobs import UnreachableError
 from accel_cli.planning.network import Endpoint
@@ -345,7 +345,7 @@ def test_errors_of_the_client_say_what_failed_and_whether_to_try_again(error, ki
 
 @pytest.mark.parametrize("text", ["[1]", "{", "1"])
 def test_invalid_headers_are_named(text, monkeypatch):
-    from accel_cli.extensions.ray.jobs import _read_headers
+    from accel_cli.extensions.ray.service import _read_headers
 
     monkeypatch.setenv("RAY_JOB_HEADERS", text)
     with pytest.raises(UsageError, match="Invalid RAY_JOB_HEADERS"):

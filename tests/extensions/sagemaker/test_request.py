@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.sagemaker.config import SageMaker
+from accel_cli.extensions.sagemaker.launcher import SageMaker
 from accel_cli.extensions.sagemaker.request import (
     SageMakerJobPlan,
     Submission,

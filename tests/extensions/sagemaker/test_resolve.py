@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.sagemaker import resolve, roles, s3
+from accel_cli.extensions.sagemaker import roles, s3, service
 from accel_cli.extensions.sagemaker.aws import Account
-from accel_cli.extensions.sagemaker.config import SageMaker
+from accel_cli.extensions.sagemaker.launcher import SageMaker
 from accel_cli.extensions.sagemaker.request import Submission, build_request, check_request
 from accel_cli.launchers.base import LaunchSpec
 from accel_cli.planning.machine import Machine
@@ -43,7 +43,7 @@ def gather(aws, plan):
     def ask(settings=None, region=None, **options):
         before = len(aws.calls())
         try:
-            return resolve.resolve_submission(Account(region), plan(settings, **options).job, NOW)
+            return service.resolve_submission(Account(region), plan(settings, **options).job, NOW)
         finally:
             assert set(aws.calls()[before:]) <= READS
 
@@ -162,17 +162,17 @@ def test_unsupported_profiles_are_rejected_without_calls_to_aws(aws, gather, set
 
 
 def test_the_image_has_the_version_of_the_installed_torch_without_importing_it(plan, monkeypatch):
-    monkeypatch.setattr(resolve, "version", lambda _: "2.9.1+cpu")
-    assert resolve.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW).image_uri == (
-        resolve.assume_submission(Account("us-east-1"), plan(pytorch_version="2.9").job, NOW).image_uri
+    monkeypatch.setattr(service, "version", lambda _: "2.9.1+cpu")
+    assert service.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW).image_uri == (
+        service.assume_submission(Account("us-east-1"), plan(pytorch_version="2.9").job, NOW).image_uri
     )
 
     def absent(name):
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(resolve, "version", absent)
+    monkeypatch.setattr(service, "version", absent)
     with pytest.raises(UsageError, match=r"torch is not installed here. Set launcher\.pytorch_version"):
-        resolve.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW)
+        service.assume_submission(Account("us-east-1"), plan(pytorch_version=None).job, NOW)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_the_image_has_the_version_of_the_installed_torch_without_importing_it(p
 )
 def test_facts_unknown_offline_are_placeholders(plan, monkeypatch, region, options, expected):
     monkeypatch.setattr("socket.socket.connect", None)
-    of = resolve.assume_submission(Account(region), plan(**options).job, NOW)
+    of = service.assume_submission(Account(region), plan(**options).job, NOW)
     assert (of.role_arn, of.bucket) == expected
     assert of.account == "<account>"
 
@@ -193,11 +193,11 @@ def test_facts_unknown_offline_are_placeholders(plan, monkeypatch, region, optio
 def test_a_request_with_placeholders_can_be_checked(plan):
     plan_of_job = plan()
     request = build_request(
-        plan_of_job.job, resolve.assume_submission(Account("us-east-1"), plan_of_job.job, NOW)
+        plan_of_job.job, service.assume_submission(Account("us-east-1"), plan_of_job.job, NOW)
     )
     with pytest.raises(UsageError, match="RoleArn"):
         check_request(request)
-    check_request(json.loads(resolve.fill_placeholders(json.dumps(request))))
+    check_request(json.loads(service.fill_placeholders(json.dumps(request))))
 
 
 # Roles ------------------------------------------------------------------------------------
@@ -249,16 +249,16 @@ def test_a_role_is_listed_if_its_trust_policy_allows_sagemaker(aws, statements, 
 def test_a_single_role_is_selected_and_several_need_a_choice(aws):
     account = Account()
     with pytest.raises(UsageError, match=r"no role that SageMaker may assume. Create one as the page"):
-        resolve.resolve_role(account, None)
+        service.resolve_role(account, None)
     for number in range(110):  # more than a page
         aws.role(f"role-{number:03}", trust(statement(LAMBDA)))
     arn = aws.role("zz-training")
-    assert resolve.resolve_role(account, None) == arn
+    assert service.resolve_role(account, None) == arn
     aws.role("another")
     with pytest.raises(
         UsageError, match=r"several roles: another, zz-training. Choose one, for example --set"
     ):
-        resolve.resolve_role(account, None)
+        service.resolve_role(account, None)
 
 
 def test_a_role_name_becomes_an_arn_with_its_path(aws):
@@ -268,7 +268,7 @@ def test_a_role_name_becomes_an_arn_with_its_path(aws):
     )
     arn = created_role["Role"]["Arn"]
     for role in ("Execution", "service-role/Execution", arn):
-        assert resolve.resolve_role(Account(), role) == arn
+        assert service.resolve_role(Account(), role) == arn
 
 
 @pytest.mark.parametrize(
@@ -284,14 +284,14 @@ def test_an_unsuitable_role_is_rejected_with_a_solution(aws, role, words):
     aws.role("training")
     aws.role("lambda", trust(statement(LAMBDA)))
     with pytest.raises(UsageError, match=words):
-        resolve.resolve_role(Account(), role)
+        service.resolve_role(Account(), role)
 
 
 def test_users_without_permission_to_read_roles_can_pass_an_arn(aws):
     aws.fault("iam:*", "denied", times=None)
     arn = "arn:aws:iam::123456789012:role/training"
-    assert resolve.resolve_role(Account(), arn) == arn
+    assert service.resolve_role(Account(), arn) == arn
     for role, action in (("training", "GetRole"), (None, "ListRoles")):
         words = rf"not authorized to perform: iam:{action}.* Or set launcher\.role to the role's ARN"
         with pytest.raises(UsageError, match=words):
-            resolve.resolve_role(Account(), role)
+            service.resolve_role(Account(), role)

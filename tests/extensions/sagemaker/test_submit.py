@@ -10,9 +10,9 @@ import pytest
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.extensions.sagemaker import bundle, s3, submit
+from accel_cli.extensions.sagemaker import bundle, s3, service
 from accel_cli.extensions.sagemaker.aws import Account
-from accel_cli.extensions.sagemaker.config import SageMaker
+from accel_cli.extensions.sagemaker.launcher import SageMaker
 from accel_cli.launchers.jobs import UnreachableError
 
 BUCKET = "sagemaker-us-east-1-123456789012"
@@ -77,7 +77,7 @@ def scratch():
 
 def submitted(aws, plan, capfd):
     """Submit a job, and return its description and the output."""
-    assert submit.submit(plan) == 0
+    assert service.submit(plan) == 0
     out, err = capfd.readouterr()
     assert scratch() == []
     return aws.client("sagemaker").describe_training_job(TrainingJobName=out.strip()), err
@@ -108,7 +108,7 @@ def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
     aws.client("s3", "eu-west-1").create_bucket(
         Bucket="my-bucket", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"}
     )
-    assert submit.submit(plan(region="eu-west-1", bucket="my-bucket", job_name="mine")) == 0
+    assert service.submit(plan(region="eu-west-1", bucket="my-bucket", job_name="mine")) == 0
     description = aws.client("sagemaker", "eu-west-1").describe_training_job(TrainingJobName="mine")
     assert description["OutputDataConfig"]["S3OutputPath"] == "s3://my-bucket/accel/mine/output"
     assert "is created" not in capfd.readouterr().err
@@ -122,7 +122,7 @@ def test_a_builtin_module_uploads_no_source_folder(aws, plan, capfd, here):
 
 def test_a_preview_changes_nothing_on_aws(aws, plan):
     before, calls = world(aws), len(aws.calls())
-    lines = submit.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
+    lines = service.preview(plan(spot=True, inputs={"train": "s3://bucket/x"}, max_wait=90000), offline=False)
     assert set(aws.calls()[calls:]) <= READS
     assert world(aws) == before
     assert scratch() == []
@@ -142,7 +142,7 @@ def test_an_offline_preview_prints_the_request_without_calls_to_aws(aws, plan, m
     calls = len(aws.calls())
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    request = json.loads(submit.preview(plan(job_name="mine", env={"A": "ä"}), offline=True))
+    request = json.loads(service.preview(plan(job_name="mine", env={"A": "ä"}), offline=True))
     assert len(aws.calls()) == calls
     assert request["TrainingJobName"] == "mine"
     assert request["RoleArn"] == "arn:aws:iam::<account>:role/<role>"
@@ -153,7 +153,7 @@ def test_an_offline_preview_prints_the_request_without_calls_to_aws(aws, plan, m
 @pytest.mark.parametrize("offline", [True, False])
 def test_a_preview_reports_invalid_values(plan, offline):
     with pytest.raises(UsageError, match=r"launcher\.tags") as caught:
-        submit.preview(plan(tags={"a": "x" * 300}), offline=offline)
+        service.preview(plan(tags={"a": "x" * 300}), offline=offline)
     assert "<account>" not in str(caught.value)
     assert "RoleArn" not in str(caught.value)
 
@@ -177,7 +177,7 @@ def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, 
     (here / "out/mine").mkdir(parents=True)
     before = world(aws)
     with pytest.raises(UsageError, match=words):
-        submit.submit(plan(**options))
+        service.submit(plan(**options))
     assert world(aws) == before
     assert scratch() == []
 
@@ -209,7 +209,7 @@ def test_a_failed_submission_leaves_nothing_behind(aws, plan, operation, fault, 
     before = world(aws)
     aws.fault(operation, **fault)
     with pytest.raises(AccelError) as caught:
-        submit.submit(plan())
+        service.submit(plan())
     aws.ask("clear")
     assert type(caught.value) is kind
     assert words in str(caught.value)
@@ -222,7 +222,7 @@ def test_an_existing_bucket_is_kept_after_a_failure(aws, plan, here):
     aws.bucket(BUCKET, theirs=b"x")
     aws.fault("CreateTrainingJob", "denied")
     with pytest.raises(UsageError, match=r"Nothing remains in S3\."):
-        submit.submit(plan())
+        service.submit(plan())
     assert objects(aws) == {BUCKET: ["theirs"]}
 
 
@@ -230,7 +230,7 @@ def test_files_that_cannot_be_deleted_are_named_with_the_command_to_delete_them(
     aws.fault("CreateTrainingJob", "expired")
     aws.fault("s3:*", "expired", times=None, after=6)
     with pytest.raises(UsageError) as caught:
-        submit.submit(plan(job_name="mine"))
+        service.submit(plan(job_name="mine"))
     aws.ask("clear")
     assert f"Delete them: aws s3 rm --recursive s3://{BUCKET}/accel/mine/bundle/" in str(caught.value)
     assert len(objects(aws)[BUCKET]) == 4
@@ -241,14 +241,14 @@ def test_a_quota_of_zero_is_reported_with_a_link(aws, plan):
     with pytest.raises(
         UsageError, match=r"for training job usage. is 0 .*Request a higher quota at https://console"
     ):
-        submit.submit(plan())
+        service.submit(plan())
     assert objects(aws) == {}
 
 
 def test_a_request_rejected_only_by_aws_leaves_nothing_behind(aws, plan):
     words = r"AWS refused CreateTrainingJob with ValidationException: .*s3://not-there/x.* Nothing remains in S3\.$"
     with pytest.raises(UsageError, match=words):
-        submit.submit(plan(inputs={"train": "s3://not-there/x"}))
+        service.submit(plan(inputs={"train": "s3://not-there/x"}))
     assert (objects(aws), jobs(aws)) == ({}, [])
 
 
@@ -265,7 +265,7 @@ def test_an_unknown_outcome_is_reported_and_keeps_the_files(aws, plan):
     for operation in ("CreateTrainingJob", "DescribeTrainingJob"):
         aws.fault(operation, "dropped", times=None)
     with pytest.raises(AccelError, match=r"It is unknown if the job started.*accel jobs status train-"):
-        submit.submit(plan())
+        service.submit(plan())
     aws.ask("clear")
     assert len(objects(aws)[BUCKET]) == 4
 
@@ -285,7 +285,7 @@ def create_job(aws, name, uri):
 def test_a_job_of_the_same_name_keeps_its_files(aws, plan, monkeypatch, is_reader, is_retried):
     uri = f"s3://{BUCKET}/accel/mine/bundle/" if is_reader else "s3://other/x"
     aws.bucket(BUCKET)
-    upload = submit.s3.upload_bundle
+    upload = service.s3.upload_bundle
 
     def upload_late(*args):
         upload(*args)
@@ -293,20 +293,20 @@ def test_a_job_of_the_same_name_keeps_its_files(aws, plan, monkeypatch, is_reade
         if is_retried:
             aws.fault("CreateTrainingJob", "dropped")
 
-    monkeypatch.setattr(submit.s3, "upload_bundle", upload_late)
+    monkeypatch.setattr(service.s3, "upload_bundle", upload_late)
     if is_retried and is_reader:
-        assert submit.submit(plan(job_name="mine")) == 0
+        assert service.submit(plan(job_name="mine")) == 0
     else:
         with pytest.raises(
             UsageError, match="Cannot start job mine: a training job of this name exists already"
         ):
-            submit.submit(plan(job_name="mine"))
+            service.submit(plan(job_name="mine"))
     assert len(objects(aws)[BUCKET]) == (4 if is_reader else 0)
 
 
 def interrupting(monkeypatch, event):
     """Interrupt before, or after, the call that starts the job."""
-    client = submit.Account.client
+    client = service.Account.client
 
     def build_client(self, name):
         built_client = client(self, name)
@@ -318,7 +318,7 @@ def interrupting(monkeypatch, event):
             built_client.meta.events.register(f"{event}.sagemaker.CreateTrainingJob", interrupt)
         return built_client
 
-    monkeypatch.setattr(submit.Account, "client", build_client)
+    monkeypatch.setattr(service.Account, "client", build_client)
 
 
 def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):
@@ -327,7 +327,7 @@ def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):
 
     monkeypatch.setattr(bundle, "fetch_wheels", broken_off)
     with pytest.raises(KeyboardInterrupt):
-        submit.submit(plan())
+        service.submit(plan())
     assert capfd.readouterr().err.endswith("accel: The submission was interrupted. Nothing was sent.\n")
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 
@@ -335,23 +335,23 @@ def test_ctrl_c_before_the_upload_is_reported(aws, plan, monkeypatch, capfd):
 def test_ctrl_c_before_the_job_starts_leaves_nothing_behind(aws, plan, monkeypatch, capfd):
     interrupting(monkeypatch, "before-call")
     with pytest.raises(KeyboardInterrupt):
-        submit.submit(plan())
+        service.submit(plan())
     assert "no job was started. Nothing remains in S3." in capfd.readouterr().err
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)])
 def test_an_interrupt_is_raised_although_aws_does_not_answer(aws, plan, monkeypatch, capfd, error):
-    upload = submit.s3.upload_bundle
+    upload = service.s3.upload_bundle
 
     def interrupt(*args):
         upload(*args)
         aws.fault("DescribeTrainingJob", "dropped", times=None)
-        monkeypatch.setattr(submit.Account, "client", raise_once(submit.Account.client, error))
+        monkeypatch.setattr(service.Account, "client", raise_once(service.Account.client, error))
 
-    monkeypatch.setattr(submit.s3, "upload_bundle", interrupt)
+    monkeypatch.setattr(service.s3, "upload_bundle", interrupt)
     with pytest.raises(type(error)) as caught:
-        submit.submit(plan(job_name="mine", region="us-east-1"))
+        service.submit(plan(job_name="mine", region="us-east-1"))
     aws.ask("clear")
     assert caught.value is error
     assert "It is unknown if the job started" in capfd.readouterr().err
@@ -379,7 +379,7 @@ def test_a_signal_handler_not_installed_by_python_becomes_the_default(monkeypatc
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     monkeypatch.setattr(signal, "signal", record)
     try:
-        with submit._raise_on_signals():
+        with service._raise_on_signals():
             pass
     finally:
         for number, handler in before.items():
@@ -390,7 +390,7 @@ def test_a_signal_handler_not_installed_by_python_becomes_the_default(monkeypatc
 def test_ctrl_c_after_the_start_names_the_command_to_stop_the_job(aws, plan, monkeypatch, capfd):
     interrupting(monkeypatch, "after-call")
     with pytest.raises(KeyboardInterrupt):
-        submit.submit(plan())
+        service.submit(plan())
     (name,) = jobs(aws)
     assert f"job {name} has started already; accel jobs stop {name} stops it" in capfd.readouterr().err
     assert len(objects(aws)[BUCKET]) == 4
@@ -399,7 +399,7 @@ def test_ctrl_c_after_the_start_names_the_command_to_stop_the_job(aws, plan, mon
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_upload_of_a_large_file_leaves_nothing_behind(aws, plan, monkeypatch, number):
     Path("big.bin").write_bytes(os.urandom(30_000_000))
-    client, sent = submit.Account.client, []
+    client, sent = service.Account.client, []
 
     def open_client(self, name):
         opened = client(self, name)
@@ -412,9 +412,9 @@ def test_a_signal_during_the_upload_of_a_large_file_leaves_nothing_behind(aws, p
         if len(sent) == 1:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(submit.Account, "client", open_client)
+    monkeypatch.setattr(service.Account, "client", open_client)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        submit.submit(plan())
+        service.submit(plan())
     assert sent
     assert (objects(aws), jobs(aws), scratch()) == ({}, [], [])
 

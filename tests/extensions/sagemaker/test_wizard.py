@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from accel_cli.extensions.sagemaker import section as wizard
+from accel_cli.extensions.sagemaker import fields as wizard
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning.machine import Machine
 from accel_runtime.environment.installation import format_install

@@ -13,9 +13,9 @@ from support.hosts import sky
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.skypilot import jobs
-from accel_cli.extensions.skypilot.config import SkyPilot
-from accel_cli.extensions.skypilot.jobs import SkyJobs
+from accel_cli.extensions.skypilot import service
+from accel_cli.extensions.skypilot.launcher import SkyPilot
+from accel_cli.extensions.skypilot.service import SkyJobs
 from accel_cli.extensions.skypilot.task import write_folder
 from accel_cli.launchers.jobs import UnreachableError
 from accel_cli.profile.planner import build_plan
@@ -186,18 +186,18 @@ def test_without_sky_the_error_says_where_to_get_it(capfd, monkeypatch, tmp_path
 def test_a_cluster_that_starts_or_was_stopped_or_has_ended_is_a_state(monkeypatch):
     record = {"name": "a", "launched_at": 1, "status": "INIT", "nodes": 2, "init_status_reason": "Launching"}
     answers = {"status": [record], "queue": {"a": []}, "cost-report": []}
-    monkeypatch.setattr(jobs, "_run_json", lambda *words: answers[words[0]])
-    service = SkyJobs()
-    job = service.status("a")
+    monkeypatch.setattr(service, "_run_json", lambda *words: answers[words[0]])
+    jobs = SkyJobs()
+    job = jobs.status("a")
     assert (job.state, job.reason, job.finished, job.hosts) == ("INIT", "Launching", False, 0)
     record["status"] = "UP"
-    assert service.status("a").state == "PENDING"
+    assert jobs.status("a").state == "PENDING"
     record["status"] = "STOPPED"
-    assert (service.status("a").exit_code, service.status("a").reason) == (143, "the cluster was stopped")
+    assert (jobs.status("a").exit_code, jobs.status("a").reason) == (143, "the cluster was stopped")
     record["status"] = "UP"
-    service.status("a")
+    jobs.status("a")
     answers["status"] = []
-    assert (service.status("a").state, service.status("a").exit_code) == ("DOWN", 143)
+    assert (jobs.status("a").state, jobs.status("a").exit_code) == ("DOWN", 143)
 
 
 @pytest.mark.parametrize(

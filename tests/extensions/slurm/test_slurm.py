@@ -16,7 +16,7 @@ from support.launchers.launch_specs import build_spec
 from support.waits import limit
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.slurm.config import Slurm
+from accel_cli.extensions.slurm.launcher import Slurm
 from accel_cli.planning.plan import quote_for_bash
 
 GOLDEN = Path(__file__).parent / "golden"

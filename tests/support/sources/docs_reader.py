@@ -125,7 +125,7 @@ ELSEWHERE = {
             "accel launch --profile cluster --nnodes 500 train.py",
             "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
         ),
-        Elsewhere("needs a Slurm cluster", "tests/extensions/slurm/test_jobs.py"),
+        Elsewhere("needs a Slurm cluster", "tests/extensions/slurm/test_service.py"),
     ),
     **dict.fromkeys(
         (
@@ -178,7 +178,7 @@ ELSEWHERE = {
         "needs SkyPilot and a cloud", "tests/extensions/skypilot/test_skypilot.py"
     ),
     "accel launch --profile ray train.py --epochs 3": Elsewhere(
-        "needs a Ray cluster", "tests/extensions/ray/cluster/test_jobs.py"
+        "needs a Ray cluster", "tests/extensions/ray/cluster/test_service.py"
     ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
     "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(

@@ -22,7 +22,7 @@ from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
-    from accel_cli.extensions.ray.jobs import RayJobs
+    from accel_cli.extensions.ray.service import RayJobs
 
 __all__ = ["Ray"]
 
@@ -233,14 +233,14 @@ class Ray(job_launcher.JobLauncher):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.extensions.ray.jobs import submit  # noqa: PLC0415 - not for a dry run
+        from accel_cli.extensions.ray.service import submit  # noqa: PLC0415 - not for a dry run
 
         return submit(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> RayJobs:
-        from accel_cli.extensions.ray.jobs import RayCluster, RayJobs  # noqa: PLC0415 - only for jobs
+        from accel_cli.extensions.ray.service import RayCluster, RayJobs  # noqa: PLC0415 - only for jobs
 
         return RayJobs(RayCluster(values.get("launcher.address") or "auto"))
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.slurm.jobs import SlurmJobPlan, SlurmJobs, submit_job
+from accel_cli.extensions.slurm.service import SlurmJobPlan, SlurmJobs, submit_job
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes

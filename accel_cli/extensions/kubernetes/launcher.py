@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.cluster import KubernetesCluster, has_kubeconfig
-from accel_cli.extensions.kubernetes.jobs import KubernetesJobs, open_jobs, submit
+from accel_cli.extensions.kubernetes.fields import KubernetesSection
 from accel_cli.extensions.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
-from accel_cli.extensions.kubernetes.section import KubernetesSection
+from accel_cli.extensions.kubernetes.service import KubernetesJobs, open_jobs, submit
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options

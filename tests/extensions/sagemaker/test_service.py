@@ -4,7 +4,7 @@ import datetime as dt
 
 import pytest
 
-from accel_cli.extensions.sagemaker.jobs import parse_job
+from accel_cli.extensions.sagemaker.service import parse_job
 
 BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
 

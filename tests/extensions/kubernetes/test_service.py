@@ -8,8 +8,7 @@ from kubernetes.client import ApiClient, ApiException
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.cluster import KubernetesCluster
-from accel_cli.extensions.kubernetes.jobs import KubernetesJobs, PodLogs, TrainJobs
-from accel_cli.extensions.kubernetes.state import describe_job
+from accel_cli.extensions.kubernetes.service import KubernetesJobs, PodLogs, TrainJobs, describe_job
 from accel_cli.launchers.jobs import Job, UnreachableError
 
 NOW = dt.datetime(2026, 1, 2, 3, 5, tzinfo=dt.timezone.utc)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.skypilot.section import SkyPilotSection
+from accel_cli.extensions.skypilot.fields import SkyPilotSection
 from accel_cli.extensions.skypilot.task import TASK_FILE, SkyJobPlan
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.base import LaunchSpec, Plan
@@ -18,7 +18,7 @@ from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
-    from accel_cli.extensions.skypilot.jobs import SkyJobs
+    from accel_cli.extensions.skypilot.service import SkyJobs
 
 __all__ = ["SkyPilot"]
 
@@ -85,14 +85,14 @@ class SkyPilot(SkyPilotSection):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.extensions.skypilot.jobs import submit  # noqa: PLC0415 - not for a dry run
+        from accel_cli.extensions.skypilot.service import submit  # noqa: PLC0415 - not for a dry run
 
         return submit(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> SkyJobs:
-        from accel_cli.extensions.skypilot.jobs import SkyJobs  # noqa: PLC0415 - only for jobs
+        from accel_cli.extensions.skypilot.service import SkyJobs  # noqa: PLC0415 - only for jobs
 
         return SkyJobs()
 

@@ -9,7 +9,7 @@ import yaml
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import ProfileError, UsageError
-from accel_cli.extensions.ssh.config import Ssh
+from accel_cli.extensions.ssh.launcher import Ssh
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request

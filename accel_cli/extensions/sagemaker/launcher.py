@@ -10,12 +10,12 @@ from typing_extensions import override
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.sagemaker import images
 from accel_cli.extensions.sagemaker.aws import Account
+from accel_cli.extensions.sagemaker.fields import SageMakerSection
 from accel_cli.extensions.sagemaker.request import SageMakerJobPlan, build_job_spec
-from accel_cli.extensions.sagemaker.section import SageMakerSection
 from accel_cli.launchers.base import LaunchSpec, Plan
 
 if TYPE_CHECKING:
-    from accel_cli.extensions.sagemaker.jobs import SageMakerJobs
+    from accel_cli.extensions.sagemaker.service import SageMakerJobs
     from accel_cli.planning.machine import Machine
 
 __all__ = ["SageMaker"]
@@ -88,19 +88,19 @@ class SageMaker(SageMakerSection):
 
     @override
     def run(self, plan: Plan) -> int:
-        from accel_cli.extensions.sagemaker import submit  # noqa: PLC0415 - loads what a job is sent with
+        from accel_cli.extensions.sagemaker import service  # noqa: PLC0415 - loads what a job is sent with
 
-        return submit.submit(plan)
+        return service.submit(plan)
 
     @classmethod
     @override
     def open_jobs(cls, values: Mapping[str, Any]) -> SageMakerJobs:
-        from accel_cli.extensions.sagemaker.jobs import SageMakerJobs  # noqa: PLC0415 - only accel jobs needs it
+        from accel_cli.extensions.sagemaker.service import SageMakerJobs  # noqa: PLC0415 - only accel jobs needs it
 
         return SageMakerJobs(Account(values.get("launcher.region"), values.get("launcher.aws_profile")))
 
     @override
     def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
-        from accel_cli.extensions.sagemaker import submit  # noqa: PLC0415 - loads what a job is sent with
+        from accel_cli.extensions.sagemaker import service  # noqa: PLC0415 - loads what a job is sent with
 
-        return submit.preview(plan, offline="offline" in options)
+        return service.preview(plan, offline="offline" in options)
