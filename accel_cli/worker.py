@@ -376,7 +376,7 @@ def run_script(body: Callable[[], None], error_file: Path | None, **details: Any
 def _print_hint(error: BaseException) -> None:
     """Print the hint for an exception, which the launcher of several processes prints itself."""
     with contextlib.suppress(Exception):  # the exception is more important
-        from accel_runtime.environment.failure_hints import find_hint  # noqa: PLC0415 - after failures only
+        from accel_cli.failure_hints import find_hint  # noqa: PLC0415 - after failures only
 
         links = list(_get_chain(error))
         chain = "\n".join("".join(traceback.format_exception_only(link)) for link in links)

@@ -679,13 +679,13 @@ MUTATIONS = (
     ),
     Mutation(
         "arguments of a script",
-        "accel_cli.launchers.base:build_rank_command",
+        "accel_cli.launchers.launcher:build_rank_command",
         replace_name("args", "it[1:]"),
         ("tests/integration/test_launch.py::test_unusual_arguments_of_several_processes_are_unchanged",),
     ),
     Mutation(
         "variables of the user",
-        "accel_cli.launchers.base:build_environment",
+        "accel_cli.launchers.launcher:build_environment",
         replace_name("environ", "()"),
         ("tests/cli/launchers/test_plans.py::test_inherited_variables_are_not_overridden",),
     ),

@@ -94,7 +94,7 @@ LAYERS = {
         "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (
-        "extensions", "__main__", "main", "commands", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
+        "extensions", "__main__", "main", "commands", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker", "failure_hints",
         "console", "errors", "early_signals", "accel_cli",
     ),
 }  # fmt: skip

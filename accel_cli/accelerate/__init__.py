@@ -11,14 +11,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from accel_cli.accelerate.config import (
-    SHARDING_TYPES,
-    AccelerateConfig,
-    InvalidValueError,
-    format_value,
-    normalize,
-)
-from accel_cli.accelerate.rules import (
+from accel_cli.accelerate.config_rules import (
     CLUSTER_KEYS,
     ENGINE_KEYS,
     SAGEMAKER_KEYS,
@@ -27,6 +20,13 @@ from accel_cli.accelerate.rules import (
     Rule,
     dropped,
     find_rule,
+)
+from accel_cli.accelerate.config_values import (
+    SHARDING_TYPES,
+    AccelerateConfig,
+    InvalidValueError,
+    format_value,
+    normalize,
 )
 from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import layers

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accel_cli.accelerate.config import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
+from accel_cli.accelerate.config_values import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting
 

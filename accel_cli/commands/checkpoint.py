@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
-    from accel_cli.commands.checkpoints import Export
+    from accel_cli.commands.checkpoint_operations import Export
 
 __all__ = ["COMMANDS", "EXPORTS", "checkpoint"]
 
@@ -35,9 +35,9 @@ COMMANDS: Registry[click.Command] = Registry(
 """The commands of `accel checkpoint` by name."""
 EXPORTS: Registry[Export] = Registry(
     {
-        "safetensors": "accel_cli.commands.checkpoints:SAFETENSORS",
+        "safetensors": "accel_cli.commands.checkpoint_operations:SAFETENSORS",
         "dcp": "accel_cli.extensions.foreign_checkpoints.dcp:DCP",
-        "hf": "accel_cli.commands.checkpoints:PRETRAINED",
+        "hf": "accel_cli.commands.checkpoint_operations:PRETRAINED",
     },
     error=UsageError,
 )
@@ -77,7 +77,7 @@ def list_(directory: str, as_json: bool) -> None:
 
     Only manifests and file sizes are read; accel checkpoint verify reads every byte.
     """
-    from accel_cli.commands.checkpoints import list_checkpoints
+    from accel_cli.commands.checkpoint_operations import list_checkpoints
     from accel_runtime.storage.scan import explain_leftover
 
     result = list_checkpoints(directory)
@@ -102,7 +102,7 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
 
     If it is damaged, print what is damaged and the newest undamaged checkpoint before it, and exit with code 1.
     """
-    from accel_cli.commands.checkpoints import verify_checkpoint
+    from accel_cli.commands.checkpoint_operations import verify_checkpoint
 
     with console.read_progress() as progress:
         result = verify_checkpoint(directory, progress)
@@ -133,7 +133,7 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
 @_json
 def show(directory: str, tensors: bool, as_json: bool) -> None:
     """Show the contents of a checkpoint, or of the newest complete one in a directory."""
-    from accel_cli.commands.checkpoints import show_checkpoint
+    from accel_cli.commands.checkpoint_operations import show_checkpoint
 
     result = show_checkpoint(directory, tensors=tensors)
     _print_skipped(result)
@@ -262,7 +262,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
 
     Nothing is removed until every byte of one checkpoint to keep has been verified.
     """
-    from accel_cli.commands.checkpoints import prune_checkpoints
+    from accel_cli.commands.checkpoint_operations import prune_checkpoints
     from accel_runtime.storage.scan import explain_leftover
 
     planned = prune_checkpoints(directory, keep)
@@ -298,7 +298,7 @@ def copy(directory: str, target: str, as_json: bool) -> None:
 
     Every byte is verified, and the copy is complete or absent.
     """
-    from accel_cli.commands.checkpoints import copy_to_location
+    from accel_cli.commands.checkpoint_operations import copy_to_location
 
     with console.read_progress() as progress:
         result = copy_to_location(directory, target, progress)

@@ -464,7 +464,7 @@ def _render_default(machine: Machine) -> str:
     """Return the text of the default profile of a machine."""
     from accel_cli.profile import layers, store
     from accel_cli.profile.schema import describe
-    from accel_cli.wizard.steps import suggest_values
+    from accel_cli.wizard.questions import suggest_values
 
     values = suggest_values(machine)
     return store.render(layers.to_data(values), describe(values["launcher.kind"]))

@@ -16,7 +16,7 @@ from accel_cli.commands.completion import complete_assignments, complete_files, 
 from accel_cli.commands.options import argument, declare, option, pass_options
 
 if TYPE_CHECKING:
-    from accel_cli.launchers.jobs import Jobs
+    from accel_cli.launchers.job_service import Jobs
 
 __all__ = ["Service", "has_service", "jobs", "open_jobs"]
 
@@ -90,8 +90,8 @@ def status(service: Service, job_id: str) -> None:
 @pass_options(Service)
 def logs(context: click.Context, service: Service, job_id: str, follow: bool) -> None:
     """Print the log of a job."""
-    from accel_cli.launchers.jobs import follow as follow_job
-    from accel_cli.launchers.jobs import print_new_output
+    from accel_cli.launchers.job_service import follow as follow_job
+    from accel_cli.launchers.job_service import print_new_output
 
     with open_jobs(service) as jobs:
         job = jobs.status(job_id)
@@ -143,7 +143,7 @@ def open_jobs(service: Service) -> Iterator[Jobs]:
     """Yield the jobs of a launcher, by default of the first service; then errors name the others."""
     from accel_cli.errors import UsageError
     from accel_cli.launchers import LAUNCHERS
-    from accel_cli.launchers.jobs import UnreachableError, format_options
+    from accel_cli.launchers.job_service import UnreachableError, format_options
 
     values, default = _read_launcher_values(service), next(filter(_submits_jobs, LAUNCHERS))
     if assumed := not _submits_jobs(values.get("launcher.kind")):

@@ -47,7 +47,7 @@ class _LaunchCommand(Command):
 
     def _translate(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Return the command line with the options of accel instead of those of torchrun and Accelerate."""
-        from accel_cli.accelerate.command_line import translate
+        from accel_cli.accelerate.foreign_options import translate
 
         own = {
             name: not option.is_flag
@@ -229,7 +229,7 @@ def _read_config_file(name: str | None, context: click.Context) -> ConfigFile | 
     """Return a config file of Accelerate for one launch."""
     if name is None:
         return None
-    from accel_cli.accelerate.launch_file import read_config
+    from accel_cli.accelerate.config_file import read_config
 
     translation = context.meta.get(_TRANSLATION)
     file = read_config(Path(name), translation and translation.data)

@@ -12,7 +12,7 @@ from accel_cli.errors import UsageError
 from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
-    from accel_cli.launchers.base import Launcher
+    from accel_cli.launchers.launcher import Launcher
     from accel_cli.planning.machine import Machine
     from accel_cli.planning.options import LaunchOption
 

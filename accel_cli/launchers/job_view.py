@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.jobs import Jobs, Log, UnreachableError
+from accel_cli.launchers.job_service import Jobs, Log, UnreachableError
 from accel_cli.runs.live_view import crop_lines
 from accel_cli.runs.screen import View
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import (
+from accel_cli.launchers.launcher import (
     GpuIds,
     KeepDays,
     KeepRuns,

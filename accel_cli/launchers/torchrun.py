@@ -16,7 +16,7 @@ from typing_extensions import Self, override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError, explain_torch_error
-from accel_cli.launchers.base import (
+from accel_cli.launchers.launcher import (
     GpuIds,
     KeepDays,
     KeepRuns,

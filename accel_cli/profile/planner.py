@@ -18,7 +18,7 @@ from typing import Any
 from accel_cli import console, launchers
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.base import Launcher, LaunchSpec, Plan
+from accel_cli.launchers.launcher import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nested_launchers import NestedLauncher, find_nested_launcher
@@ -134,7 +134,7 @@ def _format_jobs_options(request: Request, launcher: Launcher) -> str:
     """Return the options with which `accel jobs` finds a job that this launch submits."""
     if launcher.location != "job":
         return ""
-    from accel_cli.launchers.jobs import format_options  # noqa: PLC0415 - for launchers that submit jobs
+    from accel_cli.launchers.job_service import format_options  # noqa: PLC0415 - for launchers that submit jobs
 
     keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
     assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.launcher import Launcher
 from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.launchers.single import Single
 from accel_cli.planning.machine import Machine

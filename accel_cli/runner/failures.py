@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli import console
+from accel_cli.failure_hints import find_hint
 from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks
 from accel_cli.runs.run_files import read_bytes, read_text
 from accel_runtime.environment import settings as env
-from accel_runtime.environment.failure_hints import find_hint
 from accel_runtime.environment.text import decode_text, encode_text, parse_json
 
 __all__ = [

@@ -23,14 +23,14 @@ from rich.text import Text
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.launchers.sections import Choice
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import edit, layers, planner, schema, store
 from accel_cli.profile.layers import Layer
-from accel_cli.wizard import steps
-from accel_cli.wizard.steps import Step
+from accel_cli.wizard import questions
+from accel_cli.wizard.questions import Step
 
 __all__ = ["ask_sharding", "run_wizard"]
 
@@ -68,7 +68,7 @@ def run_wizard(target: Path) -> int:
     Console().print(Text(f"{purpose.format(path)}; Ctrl-C changes nothing."), highlight=False)
     try:
         detection, answers = _Detection(), dict[str, Any]()
-        if not detection.is_done(_INSTANT_S) and (step := steps.next_step({})):
+        if not detection.is_done(_INSTANT_S) and (step := questions.next_step({})):
             # Importing torch takes seconds; this question needs only what shows without it.
             answers[step.key] = _ask(step, detection.guess(), {}, _read_kind(target), set())
         detected = detection.finish()
@@ -161,7 +161,7 @@ def _load_existing(target: Path, detected: Machine) -> tuple[dict[str, Any], dic
     except UsageError as error:
         console.note(f"cannot use {target} on this machine, so the wizard suggests defaults: {error}")
         return {}, {}
-    return steps.complete_suggestions(layers.flatten(profile.data())), dict(layer.values)
+    return questions.complete_suggestions(layers.flatten(profile.data())), dict(layer.values)
 
 
 def _ask_all(
@@ -179,12 +179,12 @@ def _ask_all(
     previous = dict(suggestions)  # and the answers to which the user went back
     notes: set[str] = set()
     while True:
-        if step := steps.next_step(answers):
+        if step := questions.next_step(answers):
             answer = _ask(step, detected, answers, previous, notes)
         else:
             answer, values = _BACK, {}
             try:
-                values = steps.build_values(answers, existing)
+                values = questions.build_values(answers, existing)
                 layers.resolve([Layer("these answers", values, {"": "these answers"})]).complete_engine()
                 values = layers.relate_files(values, target)
             except AccelError as error:
@@ -229,13 +229,13 @@ def _ask(
     choices, other = step.choices(detected, answers), []
     if step.question.offers:
         with console.spinner("Loading choices"):
-            offers = step.question.offers(detected, steps.strip_sections(answers))
+            offers = step.question.offers(detected, questions.strip_sections(answers))
         if offers.note and offers.note not in notes:
             notes.add(offers.note)
             console.note(offers.note)
         choices, other = list(offers.choices), ["Type another value"]
         if choices and suggestion is not None and suggestion not in [choice.value for choice in choices]:
-            choices.insert(0, Choice(suggestion, f"{steps.format_answer(suggestion)} (current)"))
+            choices.insert(0, Choice(suggestion, f"{questions.format_answer(suggestion)} (current)"))
     if not choices:
         return _ask_text(step, suggestion, detected, answers, previous)
     titles = [*(choice.title for choice in choices), *other]
@@ -320,12 +320,12 @@ def _ask_text(
 ) -> Any:
     """Ask for a typed answer; Enter gives the suggestion."""
     may_clear = step.may_clear(detected, answers)
-    clear = f"{steps.NONE} for none" if may_clear and previous.get(step.key) else ""
+    clear = f"{questions.NONE} for none" if may_clear and previous.get(step.key) else ""
     hints = "; ".join(filter(None, [step.question.hint, clear, _GOES_BACK]))
     completions = list(step.question.complete()) if step.question.complete else []
 
     def parse(text: str) -> Any:
-        return steps.parse_answer(text, step.annotation) if text.strip() else suggestion
+        return questions.parse_answer(text, step.annotation) if text.strip() else suggestion
 
     def check(text: str) -> bool | str:
         if text.strip() == _BACK_KEY:
@@ -333,7 +333,7 @@ def _ask_text(
         try:
             value = parse(text)
             if value is None and text.strip() and not may_clear:
-                return f"expected a value: {steps.NONE} cannot be chosen here"
+                return f"expected a value: {questions.NONE} cannot be chosen here"
             return step.find_problem(value, answers) or True
         except ValueError as error:
             return str(error)
@@ -347,7 +347,7 @@ def _ask_text(
         style=_STYLE,
         completer=WordCompleter(completions, sentence=True, match_middle=True) if completions else None,
         # A placeholder needs not be erased before another answer is typed.
-        placeholder=[("class:text", steps.format_answer(suggestion))],
+        placeholder=[("class:text", questions.format_answer(suggestion))],
     )
     for window in question.application.layout.find_all_windows():
         if window.height == 1:  # prompt_toolkit shows one line of an error

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
-    "accel_cli/accelerate/rules.py",
+    "accel_cli/accelerate/config_rules.py",
     "accel_cli/commands/checkpoint.py",
     "accel_cli/launchers/__init__.py",
     "accel_cli/main.py",

@@ -6,17 +6,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_cli.accelerate.config import (
+from accel_cli.accelerate.config_values import (
+    EMPTY,
     AccelerateConfig,
+    Answer,
+    EngineRules,
     InvalidValueError,
+    Rule,
     build_parser,
     choice,
+    drop,
+    dropped,
     integer,
     normalize,
     parse_bool,
     parse_text,
+    same,
+    sets,
+    take,
 )
-from accel_cli.accelerate.rule import EMPTY, Answer, EngineRules, Rule, drop, dropped, same, sets, take
 from accel_runtime.environment.accelerate import sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.extensions.deepspeed.settings import KEYS, SECTIONS, ZERO_3

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_cli.commands.checkpoints import (
+from accel_cli.commands.checkpoint_operations import (
     Export,
     Progress,
     command_errors,

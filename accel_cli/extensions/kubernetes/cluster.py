@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 from accel_runtime.environment.installation import format_install
 
 __all__ = ["TIMEOUT_S", "KubernetesCluster", "has_kubeconfig"]

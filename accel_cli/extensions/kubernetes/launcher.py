@@ -14,7 +14,7 @@ from accel_cli.extensions.kubernetes.fields import KubernetesSection
 from accel_cli.extensions.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
 from accel_cli.extensions.kubernetes.service import KubernetesJobs, open_jobs, submit
 from accel_cli.launchers import job_launcher, torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.launchers.launcher import LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.options import LaunchOption

@@ -29,7 +29,7 @@ from accel_cli.extensions.kubernetes.manifests import (
     read_source,
     render,
 )
-from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
+from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, UnreachableError, follow_submission
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.text import encode_text
 

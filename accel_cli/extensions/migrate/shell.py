@@ -9,7 +9,7 @@ import contextlib
 import re
 from typing import NamedTuple
 
-from accel_cli.accelerate.command_line import translate
+from accel_cli.accelerate.foreign_options import translate
 from accel_cli.errors import UsageError
 from accel_cli.extensions.migrate.findings import Finding
 from accel_cli.launchers import list_options

@@ -15,7 +15,7 @@ from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError
 from accel_cli.extensions.ray.plan import RayJobPlan, RayRun
 from accel_cli.launchers import job_launcher, torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.launchers.launcher import LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sections import Choice, ExpandedPath, ItemError, Question, match
 from accel_cli.launchers.source_files import locate_target

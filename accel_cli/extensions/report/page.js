@@ -10,7 +10,7 @@ const logarithmic = document.getElementById("log")
 const smoothing = document.getElementById("smoothing")
 const options = { responsive: true, displaylogo: false, modeBarButtons: [["toImage", "resetScale2d"]] }
 
-// Returns the text of an element that packed.py has written.
+// Returns the text of an element that `pack` of page.py has written.
 async function unpack(id) {
   const text = document.getElementById(id).textContent.trim()
   const padding = (5 - text.length % 5) % 5

@@ -7,6 +7,7 @@ content security policy of the page allows its own two scripts only, and no conn
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import math
 import time
@@ -34,19 +35,20 @@ from accel_cli.extensions.report.figures import (
     thin_curve,
     write_json,
 )
-from accel_cli.extensions.report.packed import pack
 from accel_cli.extensions.report.ranks import describe_balance, draw_memory, draw_times, draw_use, list_parts
 from accel_cli.planning.machine import check_has_files
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import encode_text
 
-__all__ = ["render_report"]
+__all__ = ["pack", "render_report", "unpack"]
 
 _FOLDER = Path(__file__).parent
 _MAX_POINTS = 12_000
 """Points of all curves of metrics, which keeps a report below 2 MB: 1.8 MB are plotly."""
 _MIN_CURVE_POINTS = 40
 _MAX_EVENTS = 400
+_REPLACED, _REPLACEMENTS = "<&`", ",'\""
+"""Characters of the alphabet that may end or begin markup, and others in their place."""
 
 
 @dataclass(frozen=True)
@@ -256,3 +258,15 @@ def _describe_event(view: RunView, event: Event) -> dict[str, str]:
         "text": event.text,
         "details": event.details,
     }
+
+
+def pack(text: str) -> str:
+    """Return a text as `unpack`, or the script of the page, reads it."""
+    data = base64.b85encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode("ascii")
+    return data.translate(str.maketrans(_REPLACED, _REPLACEMENTS))
+
+
+def unpack(text: str) -> str:
+    """Return the text that was packed."""
+    data = base64.b85decode(text.strip().translate(str.maketrans(_REPLACEMENTS, _REPLACED)))
+    return gzip.decompress(data).decode("utf-8")

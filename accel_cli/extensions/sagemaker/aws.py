@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import find_nearest
 

@@ -15,7 +15,7 @@ from accel_cli.errors import AccelError
 from accel_cli.extensions.sagemaker import images
 from accel_cli.extensions.sagemaker.aws import Account
 from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import DETACH, JOB_NAME, Launcher
+from accel_cli.launchers.launcher import DETACH, JOB_NAME, Launcher
 from accel_cli.launchers.sections import (
     Answers,
     Choice,

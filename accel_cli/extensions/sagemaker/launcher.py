@@ -12,7 +12,7 @@ from accel_cli.extensions.sagemaker import images
 from accel_cli.extensions.sagemaker.aws import Account
 from accel_cli.extensions.sagemaker.fields import SageMakerSection
 from accel_cli.extensions.sagemaker.request import SageMakerJobPlan, build_job_spec
-from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.launchers.launcher import LaunchSpec, Plan
 
 if TYPE_CHECKING:
     from accel_cli.extensions.sagemaker.service import SageMakerJobs

@@ -42,7 +42,7 @@ from accel_cli.extensions.sagemaker.request import (
 )
 from accel_cli.extensions.sagemaker.roles import resolve_role
 from accel_cli.launchers import source_files
-from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, follow_submission
+from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, follow_submission
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.accelerate.sagemaker import SMDDP_TYPES
 from accel_runtime.environment.settings import variable_name

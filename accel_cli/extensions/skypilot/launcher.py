@@ -12,7 +12,7 @@ from accel_cli.errors import UsageError
 from accel_cli.extensions.skypilot.fields import SkyPilotSection
 from accel_cli.extensions.skypilot.task import TASK_FILE, SkyJobPlan
 from accel_cli.launchers import job_launcher, torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan
+from accel_cli.launchers.launcher import LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_command, build_node_options
 from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.plan import name_target

@@ -15,8 +15,8 @@ from typing_extensions import Self, override
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm.service import SlurmJobPlan, SlurmJobs, submit_job
 from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNode, count_gpus, count_processes
+from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.node_launch import build_command
 from accel_cli.launchers.sections import ExpandedPath, ItemError, Question, match
 from accel_cli.planning.nodes import get_slurm_rendezvous

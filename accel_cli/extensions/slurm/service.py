@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.jobs import (
+from accel_cli.launchers.job_service import (
     FileLog,
     Job,
     Jobs,

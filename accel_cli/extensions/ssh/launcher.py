@@ -13,7 +13,7 @@ from accel_cli.errors import UsageError
 from accel_cli.extensions.ssh.hosts import Host, check_hosts, parse_host, read_hostfile
 from accel_cli.extensions.ssh.plan import SshPlan
 from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import GpuIds, Launcher, LaunchSpec, Plan
+from accel_cli.launchers.launcher import GpuIds, Launcher, LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question
 from accel_cli.planning.options import LaunchOption

@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import torchrun
-from accel_cli.launchers.base import LaunchSpec, Plan, build_environment, build_rank_command
+from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment, build_rank_command
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.accelerate import Imported, convert, rules
+from accel_cli.accelerate import Imported, config_rules, convert
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile, known_keys
@@ -709,8 +709,14 @@ def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
     without = [
         setting.key
         for setting in settings
-        if not (setting.implied or setting.reason or setting.profile_key or setting in rules._CONVERTED)
+        if not (
+            setting.implied or setting.reason or setting.profile_key or setting in config_rules._CONVERTED
+        )
     ]
     assert not without
-    targets = {rule.target for keys in (rules.CLUSTER_KEYS, rules.SAGEMAKER_KEYS) for rule in keys.values()}
+    targets = {
+        rule.target
+        for keys in (config_rules.CLUSTER_KEYS, config_rules.SAGEMAKER_KEYS)
+        for rule in keys.values()
+    }
     assert targets - {""} <= set(known_keys())

@@ -6,7 +6,7 @@ import pytest
 
 from accel_cli.accelerate import convert, read_deepspeed_file
 from accel_cli.errors import ProfileError
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import planner, yaml_io
 from accel_cli.profile.schema import Profile

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 from support.commands import call_accel, run_accel
 
-from accel_cli.accelerate.launch_file import build_config
+from accel_cli.accelerate.config_file import build_config
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.options import Request

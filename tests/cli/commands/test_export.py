@@ -108,7 +108,7 @@ def test_from_pretrained_gives_the_outputs_of_the_trained_model(capfd, cwd, shar
 
 
 def test_an_option_that_no_installed_format_takes_is_refused(capfd, cwd, tied, monkeypatch):
-    formats = Registry({"safetensors": "accel_cli.commands.checkpoints:SAFETENSORS"}, "accel.none")
+    formats = Registry({"safetensors": "accel_cli.commands.checkpoint_operations:SAFETENSORS"}, "accel.none")
     monkeypatch.setattr(checkpoint, "EXPORTS", formats)
     result = export(capfd, "--layout", "nested")
     assert result.returncode == 2

@@ -1,6 +1,6 @@
 """Options in the spelling of torchrun and Accelerate are accepted, or rejected with their replacement.
 
-`tests/cli/accelerate/test_command_line.py` has the options that are translated.
+`tests/cli/accelerate/test_foreign_options.py` has the options that are translated.
 """
 
 import re

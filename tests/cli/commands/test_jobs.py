@@ -12,8 +12,8 @@ from support.launchers.slurm_answers import line
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm import service as slurm_jobs
 from accel_cli.extensions.slurm.service import SlurmJobs, parse_job_line
-from accel_cli.launchers import jobs as following
-from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
+from accel_cli.launchers import job_service as following
+from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, UnreachableError, format_options
 
 
 def test_a_line_of_scontrol_is_parsed_to_a_job():

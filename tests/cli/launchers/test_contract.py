@@ -1,4 +1,4 @@
-"""Every launcher satisfies the contract of `launchers/base.py`, also the one of docs/writing-a-launcher.md.
+"""Every launcher satisfies the contract of `launchers/launcher.py`, also the one of docs/writing-a-launcher.md.
 
 A new launcher needs an entry in `SECTIONS`.
 """
@@ -22,7 +22,7 @@ from support.launchers.launch_specs import build_spec
 from accel_cli.commands.launch import format_plan
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS, list_options
-from accel_cli.launchers.base import DETACH
+from accel_cli.launchers.launcher import DETACH
 from accel_cli.launchers.sections import Question
 from accel_cli.planning import machine
 from accel_cli.planning.machine import Machine, Packages, Tpu

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.base import GPU_VARIABLES, LaunchSpec
+from accel_cli.launchers.launcher import GPU_VARIABLES, LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import machine

@@ -7,8 +7,8 @@ from support.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm.launcher import Slurm
+from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, UnreachableError
 from accel_cli.launchers.job_view import JobView
-from accel_cli.launchers.jobs import Job, Jobs, Log, PollIntervals, UnreachableError
 from accel_cli.runs.live_view import render_lines
 from accel_cli.runs.run_dir import RunFolder
 

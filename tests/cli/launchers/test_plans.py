@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers import suggest_launcher
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning.machine import Machine

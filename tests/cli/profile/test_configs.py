@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.profile import planner
 from accel_cli.profile.layers import read_file, resolve

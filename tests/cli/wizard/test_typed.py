@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.wizard.steps import format_answer, is_optional, parse_answer
+from accel_cli.wizard.questions import format_answer, is_optional, parse_answer
 
 Texts = dict[str, str]
 NAMES = st.text("abcXYZ019_.-/", min_size=1, max_size=8)

@@ -6,7 +6,7 @@ from support import golden
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.wizard.steps import next_step
+from accel_cli.wizard.questions import next_step
 
 MACHINES = {
     "cpu": Machine(8),

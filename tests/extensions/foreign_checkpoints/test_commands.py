@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import call_accel
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_runtime.storage.tensor_file import MergeRequest
 
 KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
@@ -117,7 +117,7 @@ def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(dcp.subprocess, "Popen", Stuck)
-    monkeypatch.setattr(checkpoints, "_PROGRESS_S", 0)
+    monkeypatch.setattr(checkpoint_operations, "_PROGRESS_S", 0)
     with pytest.raises(KeyboardInterrupt):
         dcp.export_dcp("checkpoint", "out", MergeRequest(), interrupt)
     assert started[0].returncode == 1

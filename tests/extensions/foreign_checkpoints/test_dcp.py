@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from accel_cli.commands.checkpoints import show_checkpoint
+from accel_cli.commands.checkpoint_operations import show_checkpoint
 from accel_cli.errors import AccelError
 from accel_cli.extensions.foreign_checkpoints.dcp import import_dcp
 from accel_runtime import Accelerator

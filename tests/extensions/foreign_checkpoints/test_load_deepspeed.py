@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime import Accelerator
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
@@ -326,7 +326,7 @@ def test_the_tag_in_latest_is_loaded_and_a_missing_one_is_named(tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_export_writes_float32_weights_once(case, tmp_path):
     target = tmp_path / "model.safetensors"
-    result = checkpoints.export_checkpoint(
+    result = checkpoint_operations.export_checkpoint(
         str(DATA / case / "checkpoint"), str(target), MergeRequest(), lambda *_: None
     )
     exported = load_file(target)
@@ -345,20 +345,20 @@ def test_export_writes_float32_weights_once(case, tmp_path):
 
 def test_list_and_show_name_the_writer(tmp_path):
     folder = copy("accelerate", tmp_path)
-    (entry,) = checkpoints.list_checkpoints(str(tmp_path))["checkpoints"]
+    (entry,) = checkpoint_operations.list_checkpoints(str(tmp_path))["checkpoints"]
     assert (entry["path"], entry["written_by"]) == (str(folder), "deepspeed")
-    shown = checkpoints.show_checkpoint(str(folder), tensors=True)
+    shown = checkpoint_operations.show_checkpoint(str(folder), tensors=True)
     assert shown["versions"] == {"deepspeed": "0.19.8"}
     assert [item["name"] for item in shown["items"]] == ["model", "optimizer"]
     assert shown["tensors"]["model/hidden.weight"]["dtype"] == "float32"
     with pytest.raises(UsageError, match="was written by DeepSpeed, without checksums"):
-        checkpoints.verify_checkpoint(str(folder), lambda *_: None)
+        checkpoint_operations.verify_checkpoint(str(folder), lambda *_: None)
 
 
 def test_an_unknown_item_of_a_folder_is_a_usage_error(tmp_path):
     folder, target = DATA / "accelerate" / "checkpoint", str(tmp_path / "x.safetensors")
     with pytest.raises(AccelError, match="has no model_1; it has model, optimizer"):
-        checkpoints.export_checkpoint(str(folder), target, MergeRequest("model_1"), lambda *_: None)
+        checkpoint_operations.export_checkpoint(str(folder), target, MergeRequest("model_1"), lambda *_: None)
 
 
 # Files of torch.save ---------------------------------------------------------------------

@@ -22,7 +22,7 @@ from support.launchers.launch_specs import build_spec
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes import manifests
 from accel_cli.extensions.kubernetes.launcher import Kubernetes
-from accel_cli.launchers import jobs as base
+from accel_cli.launchers import job_service as base
 from accel_cli.profile.planner import build_plan
 
 ROOT = Path(__file__).parents[3]

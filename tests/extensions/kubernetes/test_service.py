@@ -9,7 +9,7 @@ from kubernetes.client import ApiClient, ApiException
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.cluster import KubernetesCluster
 from accel_cli.extensions.kubernetes.service import KubernetesJobs, PodLogs, TrainJobs, describe_job
-from accel_cli.launchers.jobs import Job, UnreachableError
+from accel_cli.launchers.job_service import Job, UnreachableError
 
 NOW = dt.datetime(2026, 1, 2, 3, 5, tzinfo=dt.timezone.utc)
 EARLY, LATE = "2026-01-02T03:04:05Z", "2026-01-02T03:04:15Z"

@@ -10,7 +10,7 @@ import torch
 from support.commands import call_accel
 from support.object_store import Bucket
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.extensions.object_stores import client_process
 from accel_runtime.extensions.object_stores.store import ObjectStore
@@ -25,7 +25,7 @@ def bucket(cwd, monkeypatch):
     """Return a bucket with two checkpoints of a project, which the commands use."""
     bucket = Bucket(cwd / ".bucket")
     store = AnyStore(FileStore(), lambda _: ObjectStore(bucket, piece_bytes=1 << 10))
-    monkeypatch.setattr(checkpoints, "_STORE", store)
+    monkeypatch.setattr(checkpoint_operations, "_STORE", store)
     project = ProjectConfiguration(project_dir=URL, automatic_checkpoint_naming=True)
     accelerator, model = Accelerator(project_config=project), torch.nn.Linear(20, 30)
     accelerator._checkpoints._store = store
@@ -98,7 +98,7 @@ def test_old_checkpoints_are_removed_with_all_their_objects(capfd, bucket):
 
 def test_a_running_save_is_named_and_kept_by_prune(capfd, bucket):
     key = f"{URL}/checkpoints/checkpoint_2"
-    draft = checkpoints._STORE.begin(key, "c3", new=True)
+    draft = checkpoint_operations._STORE.begin(key, "c3", new=True)
     draft.put("model.safetensors", [memoryview(b"1")], 1)
     explanation = "was left by a crash, or belongs to a running save: prune and later saves remove it an hour after its last write"
     assert f"{key} {explanation}" in call_accel(capfd, "checkpoint", "list", URL).stderr
@@ -110,7 +110,7 @@ def test_a_running_save_is_named_and_kept_by_prune(capfd, bucket):
 def test_prune_removes_what_a_crash_left_an_hour_ago_also_under_the_greatest_number(capfd, bucket):
     key = f"{URL}/checkpoints/checkpoint_2"
     bucket.seconds = -7200
-    draft = checkpoints._STORE.begin(key, "c3", new=True)
+    draft = checkpoint_operations._STORE.begin(key, "c3", new=True)
     draft.put("model.safetensors", [memoryview(b"1")], 1)
     bucket.seconds = 0
     assert f"{key} was left by a crash" in call_accel(capfd, "checkpoint", "list", URL).stderr
@@ -142,7 +142,7 @@ def test_a_url_that_a_command_cannot_use_is_an_error_of_one_line(capfd, bucket, 
 
 def test_a_client_that_is_not_installed_is_an_error_and_no_damaged_checkpoint(capfd, cwd, monkeypatch):
     monkeypatch.setattr(client_process, "explain_missing_client", lambda: "obstore is missing. Install it.")
-    monkeypatch.setattr(checkpoints, "_STORE", open_store(retry_s=0.125))
+    monkeypatch.setattr(checkpoint_operations, "_STORE", open_store(retry_s=0.125))
     for command in ("list", "verify", "show"):
         result = call_accel(capfd, "checkpoint", command, URL)
         assert (result.returncode, result.stdout) == (2, "")
@@ -155,6 +155,6 @@ def test_the_variables_of_the_profile_are_set_unless_the_environment_has_them(cw
     )
     monkeypatch.delenv("AWS_REGION", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    checkpoints._set_profile_variables()
+    checkpoint_operations._set_profile_variables()
     assert os.environ.pop("AWS_REGION") == "eu-central-1"
     assert os.environ["AWS_ENDPOINT_URL"] == "http://127.0.0.1:1"

@@ -18,7 +18,7 @@ from accel_cli.extensions.ray.launcher import Ray
 from accel_cli.extensions.ray.plan import ARCHIVE, RUN_FILE, RayRun, write_folder
 from accel_cli.extensions.ray.service import JobLog, RayCluster, parse_job
 from accel_cli.launchers import job_launcher
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.planner import build_plan
 

@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from accel_cli.extensions.report.packed import unpack
+from accel_cli.extensions.report.page import unpack
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from support.runs.run_folders import START, RunWriter
 
 from accel_cli.extensions.report.data import Curve, read_run
 from accel_cli.extensions.report.figures import thin_curve
-from accel_cli.extensions.report.packed import pack, unpack
+from accel_cli.extensions.report.page import pack, unpack
 from accel_cli.runs.run_dir import RunFolder
 
 HOSTILE = "<script>alert(1)</script>\"'&%{y}</title></style><img src=x onerror=alert(2)><!--"

@@ -11,7 +11,7 @@ import pytest
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.sagemaker import aws
 from accel_cli.extensions.sagemaker.aws import Account, get_error_code
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accel_cli.extensions.sagemaker.aws import Account
 from accel_cli.extensions.sagemaker.service import CloudWatchLog
-from accel_cli.launchers.jobs import Job, UnreachableError
+from accel_cli.launchers.job_service import Job, UnreachableError
 
 HOSTS = ("algo-1", "algo-2", "algo-12")
 

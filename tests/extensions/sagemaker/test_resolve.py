@@ -11,7 +11,7 @@ from accel_cli.extensions.sagemaker import roles, s3, service
 from accel_cli.extensions.sagemaker.aws import Account
 from accel_cli.extensions.sagemaker.launcher import SageMaker
 from accel_cli.extensions.sagemaker.request import Submission, build_request, check_request
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_runtime.environment.settings import Settings
 

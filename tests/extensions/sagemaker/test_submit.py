@@ -13,7 +13,7 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.sagemaker import bundle, s3, service
 from accel_cli.extensions.sagemaker.aws import Account
 from accel_cli.extensions.sagemaker.launcher import SageMaker
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 
 BUCKET = "sagemaker-us-east-1-123456789012"
 READS = {

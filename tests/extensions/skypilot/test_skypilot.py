@@ -17,7 +17,7 @@ from accel_cli.extensions.skypilot import service
 from accel_cli.extensions.skypilot.launcher import SkyPilot
 from accel_cli.extensions.skypilot.service import SkyJobs
 from accel_cli.extensions.skypilot.task import write_folder
-from accel_cli.launchers.jobs import UnreachableError
+from accel_cli.launchers.job_service import UnreachableError
 from accel_cli.profile.planner import build_plan
 
 TRAIN = """

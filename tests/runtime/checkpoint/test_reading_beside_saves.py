@@ -8,7 +8,7 @@ import shutil
 import pytest
 from support.runs.file_system import Run, act_before_reads
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_runtime.storage import file_store
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
@@ -68,26 +68,28 @@ def load(project, reader, folder):
 
 
 def verify(project, reader, folder):
-    result = checkpoints.verify_checkpoint(str(project.root), ignore_progress)
+    result = checkpoint_operations.verify_checkpoint(str(project.root), ignore_progress)
     assert result["complete"], result
     return result["step"]
 
 
 def list_(project, reader, folder):
-    entries = checkpoints.list_checkpoints(str(project.root))["checkpoints"]
+    entries = checkpoint_operations.list_checkpoints(str(project.root))["checkpoints"]
     assert not any(entry["problem"] for entry in entries), entries
     return entries[-1]["step"]
 
 
 def show(project, reader, folder):
-    result = checkpoints.show_checkpoint(str(project.root), tensors=True)
+    result = checkpoint_operations.show_checkpoint(str(project.root), tensors=True)
     assert result["untracked"] == result["skipped"] == []
     return result["step"]
 
 
 def export(project, reader, folder):
     target = folder / "model.safetensors"
-    result = checkpoints.export_checkpoint(str(project.root), str(target), MergeRequest(), ignore_progress)
+    result = checkpoint_operations.export_checkpoint(
+        str(project.root), str(target), MergeRequest(), ignore_progress
+    )
     assert result["skipped"] == []
     return result["step"]
 

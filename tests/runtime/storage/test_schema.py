@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.runs import old_checkpoints
 from support.runs.file_system import Run, write_manifest
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_cli.errors import AccelError
 from accel_runtime.checkpoint.serialization import serialize
 from accel_runtime.storage.directory import read_checkpoint
@@ -99,13 +99,13 @@ def call_commands(path, item):
     """Call what reads a checkpoint; each call may raise errors of accel only."""
     root = str(path)
     for call in (
-        lambda: checkpoints.list_checkpoints(root),
-        lambda: checkpoints.show_checkpoint(root, tensors=True),
-        lambda: checkpoints.verify_checkpoint(root, lambda *_: None),
-        lambda: checkpoints.export_checkpoint(
+        lambda: checkpoint_operations.list_checkpoints(root),
+        lambda: checkpoint_operations.show_checkpoint(root, tensors=True),
+        lambda: checkpoint_operations.verify_checkpoint(root, lambda *_: None),
+        lambda: checkpoint_operations.export_checkpoint(
             root, str(path.parent / "out"), MergeRequest(item), lambda *_: None
         ),
-        lambda: checkpoints.prune_checkpoints(str(path.parent), 1, lambda *_: None),
+        lambda: checkpoint_operations.prune_checkpoints(str(path.parent), 1, lambda *_: None),
     ):
         try:
             call()

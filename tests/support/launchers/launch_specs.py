@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_runtime.environment.settings import Settings
 

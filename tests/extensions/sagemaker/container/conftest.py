@@ -27,7 +27,7 @@ from support.waits import limit, read_until
 from accel_cli.extensions.sagemaker import bundle
 from accel_cli.extensions.sagemaker.launcher import SageMaker
 from accel_cli.extensions.sagemaker.request import build_job_spec
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_runtime.environment.settings import Settings
 

@@ -24,7 +24,7 @@ from accel_cli.planning.plan import Plan
 from accel_runtime.environment.settings import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 if TYPE_CHECKING:
-    from accel_cli.launchers.jobs import Jobs
+    from accel_cli.launchers.job_service import Jobs
 
 __all__ = [
     "DETACH",

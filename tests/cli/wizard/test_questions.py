@@ -3,14 +3,14 @@ import socket
 import pytest
 
 from accel_cli.errors import ProfileError
-from accel_cli.launchers.base import LaunchSpec
+from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning import network
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.profile.layers import flatten, nest, to_data
 from accel_cli.profile.schema import Profile, describe
 from accel_cli.profile.store import render
 from accel_cli.profile.yaml_io import parse
-from accel_cli.wizard.steps import build_values, complete_suggestions, next_step, suggest_values
+from accel_cli.wizard.questions import build_values, complete_suggestions, next_step, suggest_values
 
 MACHINES = [
     Machine(1),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.accelerate import convert, find_deepspeed_file, read_deepspeed_file, uses_deepspeed
-from accel_cli.accelerate.config import normalize
+from accel_cli.accelerate.config_values import normalize
 from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
 from accel_cli.planning.options import ConfigFile

@@ -1,4 +1,4 @@
-"""The jobs of every service satisfy the contract of `jobs/base.py`, also those of docs/writing-a-launcher.md.
+"""The jobs of every service satisfy the contract of `launchers/job_service.py`, also those of docs/writing-a-launcher.md.
 
 A new launcher of jobs needs an entry in `SERVICES`: a function that yields a `Service`, which starts jobs as the launcher
 does, or has recorded answers. `make test-ray` and `make test-slow` use real clusters of Ray and Slurm.
@@ -31,7 +31,7 @@ from accel_cli.extensions.kubernetes import manifests
 from accel_cli.extensions.ray.service import RayCluster
 from accel_cli.extensions.skypilot.task import LABEL
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.jobs import Job, Jobs, get_user
+from accel_cli.launchers.job_service import Job, Jobs, get_user
 
 WAIT_S = 15  # before it is scaled
 UNKNOWN = "12345678"

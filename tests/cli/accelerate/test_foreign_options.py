@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.commands import call_accel
 
-from accel_cli.accelerate.command_line import translate
+from accel_cli.accelerate.foreign_options import translate
 from accel_cli.errors import UsageError
 from accel_cli.planning.machine import Machine
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from accel_runtime.environment.failure_hints import find_hint
+from accel_cli.failure_hints import find_hint
 
 
 @pytest.mark.parametrize(

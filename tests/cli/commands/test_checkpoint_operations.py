@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from accel_cli.commands import checkpoints
+from accel_cli.commands import checkpoint_operations
 from accel_cli.errors import AccelError
 from accel_runtime.storage.tensor_file import MergeRequest
 
@@ -17,13 +17,15 @@ def ignore_progress(*_):
 
 
 COMMANDS = {
-    "list": checkpoints.list_checkpoints,
-    "verify": lambda directory: checkpoints.verify_checkpoint(directory, ignore_progress),
-    "show": lambda directory, tensors=False: checkpoints.show_checkpoint(directory, tensors=tensors),
-    "export": lambda directory, output, **request: checkpoints.export_checkpoint(
+    "list": checkpoint_operations.list_checkpoints,
+    "verify": lambda directory: checkpoint_operations.verify_checkpoint(directory, ignore_progress),
+    "show": lambda directory, tensors=False: checkpoint_operations.show_checkpoint(
+        directory, tensors=tensors
+    ),
+    "export": lambda directory, output, **request: checkpoint_operations.export_checkpoint(
         directory, output, MergeRequest(**request), ignore_progress
     ),
-    "prune": lambda directory, keep, now: checkpoints.prune_checkpoints(
+    "prune": lambda directory, keep, now: checkpoint_operations.prune_checkpoints(
         directory, keep, ignore_progress if now else None
     ),
 }

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from accel_cli.errors import ProfileError
 from accel_cli.launchers import LAUNCHERS, suggest_launcher
-from accel_cli.launchers.base import Launcher
+from accel_cli.launchers.launcher import Launcher
 from accel_cli.launchers.sections import Answers, Choice, Question, Section
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import yaml_io

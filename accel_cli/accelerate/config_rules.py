@@ -12,10 +12,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_cli.accelerate.config import (
+from accel_cli.accelerate.config_values import (
+    EMPTY,
+    OFF,
     AccelerateConfig,
+    Answer,
+    EngineRules,
     InvalidValueError,
+    Rule,
     build_parser,
+    drop,
+    dropped,
     integer,
     keep,
     normalize,
@@ -27,8 +34,10 @@ from accel_cli.accelerate.config import (
     parse_strategy,
     parse_text,
     parse_texts,
+    same,
+    sets,
+    take,
 )
-from accel_cli.accelerate.rule import EMPTY, OFF, Answer, EngineRules, Rule, drop, dropped, same, sets, take
 from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
