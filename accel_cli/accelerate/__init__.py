@@ -17,7 +17,7 @@ from accel_cli.accelerate.config_rules import (
     SAGEMAKER_KEYS,
     SECTIONS,
     Answer,
-    Rule,
+    KeyRule,
     dropped,
     find_rule,
 )
@@ -199,7 +199,7 @@ def _check_deepspeed(profile: Mapping[str, Any], where: str) -> None:
 
 
 def _parse_config(
-    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+    data: Mapping[str, Any], keys: Mapping[str, KeyRule], deepspeed_file: Mapping[str, Any] | None
 ) -> AccelerateConfig:
     """Return the keys that decide how others are converted; those with invalid values have their default."""
     settings = {}
@@ -211,7 +211,7 @@ def _parse_config(
 
 
 def _list_entries(
-    data: Mapping[str, Any], keys: Mapping[str, Rule], deepspeed_file: Mapping[str, Any] | None
+    data: Mapping[str, Any], keys: Mapping[str, KeyRule], deepspeed_file: Mapping[str, Any] | None
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the values that have an answer of their own, with the keys that lead to them."""
     for key, value in data.items():
@@ -234,7 +234,7 @@ def _list_leaves(data: Mapping[str, Any], above: KeyPath) -> Iterator[tuple[KeyP
             yield (*above, str(key)), value
 
 
-def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: AccelerateConfig) -> Answer:
+def _answer(path: KeyPath, value: Any, keys: Mapping[str, KeyRule], config: AccelerateConfig) -> Answer:
     """Return the answer for a key; values that do not apply are not checked.
 
     Raises:
@@ -262,7 +262,7 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, Rule], config: Acceler
     return dropped(unused) if unused and answer.values else answer
 
 
-def _build_unknown_key(key: str, keys: Mapping[str, Rule], where: str) -> Problem:
+def _build_unknown_key(key: str, keys: Mapping[str, KeyRule], where: str) -> Problem:
     hint = did_you_mean(find_nearest(key, list(keys)))
     if key in CLUSTER_KEYS or key in SAGEMAKER_KEYS:
         owner = launch.LOCAL if key in CLUSTER_KEYS else launch.SAGEMAKER

@@ -19,7 +19,7 @@ from accel_cli.accelerate.config_values import (
     Answer,
     EngineRules,
     InvalidValueError,
-    Rule,
+    KeyRule,
     build_parser,
     drop,
     dropped,
@@ -52,7 +52,7 @@ __all__ = [
     "SAGEMAKER_KEYS",
     "SECTIONS",
     "Answer",
-    "Rule",
+    "KeyRule",
     "dropped",
     "find_rule",
 ]
@@ -61,7 +61,7 @@ __all__ = [
 # Launch settings, with `compute_environment: LOCAL_MACHINE`.
 
 _POD = "use accel tpu-pod NAME, which starts the script on all hosts of a TPU pod"
-_SECTION = Rule(lambda *_: OFF, parse_mapping)
+_SECTION = KeyRule(lambda *_: OFF, parse_mapping)
 
 
 def _convert_environment(word: str, _: AccelerateConfig) -> Answer:
@@ -159,7 +159,7 @@ def _convert_wrap_policy(policy: str, config: AccelerateConfig) -> Answer:
     return sets({key: wrap}, "_no_split_modules of the model" if wrap == "auto" else "")
 
 
-def _wrap_with(setting: Setting) -> Rule:
+def _wrap_with(setting: Setting) -> KeyRule:
     """Return the rule of a key that Accelerate uses with one policy of wrapping only."""
     (policy,) = (policy for policy, used in sharding.WRAP_POLICIES.items() if used is setting)
 
@@ -168,7 +168,7 @@ def _wrap_with(setting: Setting) -> Rule:
             return sets({setting.profile_key: value})
         return dropped(f"Accelerate uses it with {policy.upper()} only")
 
-    return Rule(convert, off=EMPTY)
+    return KeyRule(convert, off=EMPTY)
 
 
 def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
@@ -184,14 +184,14 @@ def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
 # Other sections.
 
 
-def _mesh_size(setting: Setting) -> Rule:
+def _mesh_size(setting: Setting) -> KeyRule:
     def convert(size: int, config: AccelerateConfig) -> Answer:
         reason = config.explain_single_process()
         if config.keeps_deepspeed:
             reason = "DeepSpeed shards models itself; use fully_shard for other dimensions"
         return dropped(reason) if reason else Answer(f"{setting.profile_key}: {size}")
 
-    return Rule(convert, off=setting.off)
+    return KeyRule(convert, off=setting.off)
 
 
 # Amazon SageMaker: the file, and the arguments of SageMaker's estimator in it.
@@ -228,12 +228,12 @@ def _convert_distribution(value: Mapping[str, Any], _: AccelerateConfig) -> Answ
     return Answer("accel starts the processes of every host with torchrun", is_applied=is_torchrun)
 
 
-def _variable(name: str) -> Rule:
+def _variable(name: str) -> KeyRule:
     """Return the rule of an environment variable."""
     if is_secret(name):
         reason = f"a secret: store it in AWS Secrets Manager, and write its name in launcher.secrets.{name}"
         return drop(reason, parse=parse_text)
-    return Rule(lambda value, _: sets({f"env.{name}": value}), parse_text)
+    return KeyRule(lambda value, _: sets({f"env.{name}": value}), parse_text)
 
 
 # `torch.compile`.
@@ -243,7 +243,7 @@ def _convert_backend(_: str, config: AccelerateConfig) -> Answer:
     return sets({launch.DYNAMO_SETTINGS[0].profile_key: config.compiler})
 
 
-def _compile_with(setting: Setting) -> Rule:
+def _compile_with(setting: Setting) -> KeyRule:
     """Return the rule of an option of the compiler."""
 
     def convert(value: Any, config: AccelerateConfig) -> Answer:
@@ -251,7 +251,7 @@ def _compile_with(setting: Setting) -> Rule:
             return Answer("not used: nothing is compiled without a backend")
         return sets({setting.profile_key: value})
 
-    return Rule(convert, off=(*EMPTY, *setting.off))
+    return KeyRule(convert, off=(*EMPTY, *setting.off))
 
 
 # The rules of all keys.
@@ -266,39 +266,39 @@ _ENGINES = tuple(ENGINE_RULES[name] for name in ENGINE_RULES.names)
 ENGINE_KEYS = frozenset(key for engine in _ENGINES for key in engine.keys)
 """Keys at the top of the files of engines."""
 _SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
-_CONVERTED: Mapping[Setting, Rule] = {
+_CONVERTED: Mapping[Setting, KeyRule] = {
     # `no` is a value of the profile too.
     launch.MIXED_PRECISION: replace(take(launch.MIXED_PRECISION.profile_key, keep), off=()),
-    launch.FP16: Rule(_convert_fp16, off=EMPTY),
-    launch.USE_CPU: Rule(lambda _, config: Answer(f"device: {config.device}")),
-    launch.GPU_IDS: Rule(_convert_gpu_ids),
-    launch.COMPUTE_ENVIRONMENT: Rule(_convert_environment),
-    launch.DISTRIBUTED_TYPE: Rule(_convert_distributed_type),
-    launch.NUM_PROCESSES: Rule(_convert_num_processes),
-    launch.NUM_MACHINES: Rule(_convert_num_machines),
-    launch.MAIN_PROCESS_IP: Rule(_convert_rendezvous),
-    launch.MAIN_PROCESS_PORT: Rule(_convert_rendezvous),
-    launch.MAIN_TRAINING_FUNCTION: Rule(_convert_function),
-    launch.TPU_ENV: Rule(_convert_tpu_env, off=EMPTY),
-    sharding.VERSION: Rule(lambda *_: Answer("accel uses FSDP2 (fully_shard)")),
-    sharding.SHARDING_STRATEGY: Rule(_convert_strategy),
-    sharding.RESHARD_AFTER_FORWARD: Rule(_convert_strategy),
-    sharding.AUTO_WRAP_POLICY: Rule(_convert_wrap_policy),
+    launch.FP16: KeyRule(_convert_fp16, off=EMPTY),
+    launch.USE_CPU: KeyRule(lambda _, config: Answer(f"device: {config.device}")),
+    launch.GPU_IDS: KeyRule(_convert_gpu_ids),
+    launch.COMPUTE_ENVIRONMENT: KeyRule(_convert_environment),
+    launch.DISTRIBUTED_TYPE: KeyRule(_convert_distributed_type),
+    launch.NUM_PROCESSES: KeyRule(_convert_num_processes),
+    launch.NUM_MACHINES: KeyRule(_convert_num_machines),
+    launch.MAIN_PROCESS_IP: KeyRule(_convert_rendezvous),
+    launch.MAIN_PROCESS_PORT: KeyRule(_convert_rendezvous),
+    launch.MAIN_TRAINING_FUNCTION: KeyRule(_convert_function),
+    launch.TPU_ENV: KeyRule(_convert_tpu_env, off=EMPTY),
+    sharding.VERSION: KeyRule(lambda *_: Answer("accel uses FSDP2 (fully_shard)")),
+    sharding.SHARDING_STRATEGY: KeyRule(_convert_strategy),
+    sharding.RESHARD_AFTER_FORWARD: KeyRule(_convert_strategy),
+    sharding.AUTO_WRAP_POLICY: KeyRule(_convert_wrap_policy),
     **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
-    sharding.IGNORED_MODULES: Rule(_convert_ignored_modules, off=EMPTY),
+    sharding.IGNORED_MODULES: KeyRule(_convert_ignored_modules, off=EMPTY),
     **{setting: rule for engine in _ENGINES for setting, rule in engine.converted.items()},
     **{setting: _mesh_size(setting) for setting in _SIZES},
-    launch.DYNAMO_SETTINGS[0]: Rule(_convert_backend, off=(*EMPTY, "no")),
+    launch.DYNAMO_SETTINGS[0]: KeyRule(_convert_backend, off=(*EMPTY, "no")),
     **{setting: _compile_with(setting) for setting in launch.DYNAMO_SETTINGS[1:]},
-    sagemaker.DISTRIBUTED_TYPE: Rule(_convert_sagemaker_type),
-    sagemaker.PYTORCH_VERSION: Rule(
+    sagemaker.DISTRIBUTED_TYPE: KeyRule(_convert_sagemaker_type),
+    sagemaker.PYTORCH_VERSION: KeyRule(
         _convert_torch_version, off=EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key
     ),
 }
 """The rules of keys whose result depends on other keys, or on more than their value; the setting has the parser."""
 
 
-def _build_rule(setting: Setting) -> Rule:
+def _build_rule(setting: Setting) -> KeyRule:
     parse = build_parser(setting.values)
     if setting in _CONVERTED:
         return replace(_CONVERTED[setting], parse=parse)
@@ -309,21 +309,21 @@ def _build_rule(setting: Setting) -> Rule:
     return take(setting.profile_key, parse, *setting.off)
 
 
-def _build_rules(settings: Iterable[Setting]) -> dict[str, Rule]:
+def _build_rules(settings: Iterable[Setting]) -> dict[str, KeyRule]:
     return {setting.key: _build_rule(setting) for setting in settings if setting.key}
 
 
-def _build_section(section: Section) -> dict[str, Rule]:
+def _build_section(section: Section) -> dict[str, KeyRule]:
     others = {"*": drop(section.reason, *section.off)} if section.reason else {}
     return {**_build_rules(section.settings), **others}
 
 
-CLUSTER_KEYS: Mapping[str, Rule] = {
+CLUSTER_KEYS: Mapping[str, KeyRule] = {
     **_build_rules(launch.CLUSTER),
     **{section.key: _SECTION for section in launch.SECTIONS},
 }
 """The keys of a file of `compute_environment: LOCAL_MACHINE`."""
-SAGEMAKER_KEYS: Mapping[str, Rule] = {
+SAGEMAKER_KEYS: Mapping[str, KeyRule] = {
     **_build_rules(sagemaker.SETTINGS),
     **dict.fromkeys((launch.DYNAMO.key, sagemaker.ADDITIONAL_ARGUMENTS), _SECTION),
 }
@@ -338,7 +338,7 @@ _WITHOUT_SETTING = """
     debugger_hook_config enable_infra_check enable_remote_debug enable_sagemaker_metrics enable_session_tag_chaining
     instance_groups max_retry_attempts profiler_config rules tensorboard_output_config training_plan
     training_repository_access_mode"""
-_ARGUMENTS: Mapping[str, Rule] = {
+_ARGUMENTS: Mapping[str, KeyRule] = {
     "base_job_name": take("launcher.base_job_name", parse_text),
     "checkpoint_s3_uri": take("launcher.checkpoint_uri", parse_text),
     "enable_network_isolation": take("launcher.network_isolation", parse_bool),
@@ -368,7 +368,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
     "code_location": _BUCKET,
     "output_path": _BUCKET,
     "dependencies": drop("accel sends launcher.source_dir only; copy the dependencies into it"),
-    "distribution": Rule(_convert_distribution, off=EMPTY),
+    "distribution": KeyRule(_convert_distribution, off=EMPTY),
     "entry_point": drop("use accel launch SCRIPT"),
     "git_config": drop("accel sends the files of this machine; check the repository out here"),
     "hyperparameters": drop("pass them to the script: accel launch SCRIPT --name value"),
@@ -380,7 +380,7 @@ _ARGUMENTS: Mapping[str, Rule] = {
     **dict.fromkeys(_WITHOUT_SETTING.split(), drop("a job of accel does not have this setting")),
 }
 """The arguments in `additional_args`."""
-SECTIONS: Mapping[str, Mapping[str, Rule]] = {
+SECTIONS: Mapping[str, Mapping[str, KeyRule]] = {
     **{section.key: _build_section(section) for section in launch.SECTIONS},
     **{engine.section: engine.file for engine in _ENGINES},
     sagemaker.ADDITIONAL_ARGUMENTS: _ARGUMENTS,
@@ -390,7 +390,7 @@ _PREFIXES = {section.key: section.prefix for section in launch.SECTIONS}
 """Accelerate adds the prefix to keys without it."""
 
 
-def find_rule(section: str, names: tuple[str, ...]) -> Rule:
+def find_rule(section: str, names: tuple[str, ...]) -> KeyRule:
     """Return the rule of a key in a section, by the names that lead to it."""
     rules, key = SECTIONS[section], names[0]
     if (section, key) == (sagemaker.ADDITIONAL_ARGUMENTS, "environment") and len(names) > 1:
@@ -405,4 +405,4 @@ def find_rule(section: str, names: tuple[str, ...]) -> Rule:
     nearest = find_nearest(key, known) or next((name for name in rules if name.endswith(f"_{key}")), None)
     unknown = "Accelerate" if section != sagemaker.ADDITIONAL_ARGUMENTS else "accel"
     hint = f" ({did_you_mean(nearest)})" if nearest else ""
-    return Rule(lambda *_: dropped(f"{unknown} does not know this key{hint}"))
+    return KeyRule(lambda *_: dropped(f"{unknown} does not know this key{hint}"))

@@ -23,8 +23,8 @@ __all__ = [
     "Answer",
     "EngineRules",
     "InvalidValueError",
+    "KeyRule",
     "Parser",
-    "Rule",
     "build_parser",
     "choice",
     "drop",
@@ -531,7 +531,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Rule:
+class KeyRule:
     """A row of a table: how a key is converted."""
 
     convert: Callable[[Any, AccelerateConfig], Answer]
@@ -560,23 +560,23 @@ OFF = Answer("off in accel as well")
 EMPTY = ("", "false", "[]", "{}")
 
 
-def take(target: str, parse: Parser, *off: str) -> Rule:
+def take(target: str, parse: Parser, *off: str) -> KeyRule:
     """Return the rule of a key that the profile has under another name."""
-    return Rule(lambda value, _: sets({target: value}), parse, (*EMPTY, *off), target)
+    return KeyRule(lambda value, _: sets({target: value}), parse, (*EMPTY, *off), target)
 
 
-def same(text: str, *values: Any, parse: Parser = keep) -> Rule:
+def same(text: str, *values: Any, parse: Parser = keep) -> KeyRule:
     """Return the rule of a key that asks for what accel does anyway; with values, only if it has one of them."""
-    return Rule(
+    return KeyRule(
         lambda value, _: Answer(text, is_applied=not values or value in values),
         parse,
         () if values else EMPTY,
     )
 
 
-def drop(reason: str, *off: str, parse: Parser = keep) -> Rule:
+def drop(reason: str, *off: str, parse: Parser = keep) -> KeyRule:
     """Return the rule of a key that no profile has."""
-    return Rule(lambda *_: dropped(reason), parse, (*EMPTY, *off))
+    return KeyRule(lambda *_: dropped(reason), parse, (*EMPTY, *off))
 
 
 def dropped(reason: str) -> Answer:
@@ -593,11 +593,11 @@ def sets(values: Mapping[str, Any], note: str = "") -> Answer:
 class EngineRules(NamedTuple):
     """The rules of an engine."""
 
-    converted: Mapping[Setting, Rule]
+    converted: Mapping[Setting, KeyRule]
     """Those of settings whose result depends on other keys."""
     section: str
     """The key of Accelerate that names the file of the engine."""
-    file: Mapping[str, Rule]
+    file: Mapping[str, KeyRule]
     """Those of the keys of that file; a key with no row has that of its section."""
     keys: frozenset[str]
     """Keys at the top of such a file."""

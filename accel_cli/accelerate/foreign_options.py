@@ -23,7 +23,7 @@ from accel_cli.profile.settings_sections import ENGINE_SECTIONS
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Section, Setting
 
-__all__ = ["Translation", "translate"]
+__all__ = ["OptionTranslation", "translate"]
 
 _DEFAULT_PORT = 29500
 """The port of the first node in Accelerate and in torchrun."""
@@ -78,7 +78,7 @@ class _Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Translation:
+class OptionTranslation:
     """A command line of `accel launch`."""
 
     args: tuple[str, ...]
@@ -193,7 +193,7 @@ class _Command:
         return words
 
 
-def translate(args: Sequence[str], own: Mapping[str, bool]) -> Translation:
+def translate(args: Sequence[str], own: Mapping[str, bool]) -> OptionTranslation:
     """Return a command line in which options of `accelerate launch` and `torchrun` are those of accel.
 
     Args:
@@ -206,7 +206,7 @@ def translate(args: Sequence[str], own: Mapping[str, bool]) -> Translation:
     command, rest = _read(args, own)
     typed = dict(command.foreign)
     if not typed:
-        return Translation(tuple(args))
+        return OptionTranslation(tuple(args))
     if file := command.own.get("config-file"):
         command.data = read_data(Path(file.value))
     _translate_processes(command)
@@ -218,8 +218,8 @@ def translate(args: Sequence[str], own: Mapping[str, bool]) -> Translation:
             command.add(key, option.value, option)
     left = [word for option in command.foreign.values() for word in (option.flag, option.value) if word]
     if command.foreign.keys() == typed.keys():
-        return Translation(tuple(args), data=command.data or None)
-    return Translation(
+        return OptionTranslation(tuple(args), data=command.data or None)
+    return OptionTranslation(
         (*command.kept, *command.format_words(), *left, *rest),
         is_changed=True,
         total=command.total,

@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
-    from accel_cli.commands.checkpoint_operations import Export
+    from accel_cli.commands.checkpoint_operations import ExportFormat
 
 __all__ = ["COMMANDS", "EXPORTS", "checkpoint"]
 
@@ -33,7 +33,7 @@ COMMANDS: Registry[click.Command] = Registry(
     error=UsageError,
 )
 """The commands of `accel checkpoint` by name."""
-EXPORTS: Registry[Export] = Registry(
+EXPORTS: Registry[ExportFormat] = Registry(
     {
         "safetensors": "accel_cli.commands.checkpoint_operations:SAFETENSORS",
         "dcp": "accel_cli.extensions.foreign_checkpoints.dcp:DCP",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.profile.layers import read_layers
-from accel_cli.profile.store import Store as ProfileStore
+from accel_cli.profile.store import ProfileStore
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.checkpoint_copy import convert_checkpoint, copy_checkpoint
@@ -42,7 +42,7 @@ from accel_runtime.storage.verification import verify_files
 __all__ = [
     "PRETRAINED",
     "SAFETENSORS",
-    "Export",
+    "ExportFormat",
     "command_errors",
     "copy_snapshot",
     "copy_to_location",
@@ -213,7 +213,7 @@ def write_export(
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportFormat:
     """A format in which `accel checkpoint export` writes."""
 
     write: Callable[..., dict[str, Any]]
@@ -225,8 +225,8 @@ class Export:
 
 
 _OF_TENSORS = frozenset({"--item", "--dtype", "--max-shard-size"})
-SAFETENSORS = Export(export_checkpoint, _OF_TENSORS)
-PRETRAINED = Export(export_pretrained, _OF_TENSORS)
+SAFETENSORS = ExportFormat(export_checkpoint, _OF_TENSORS)
+PRETRAINED = ExportFormat(export_pretrained, _OF_TENSORS)
 
 
 @command_errors()

@@ -36,9 +36,9 @@ def complete_files(_ctx: click.Context, _param: click.Parameter, incomplete: str
 
 def complete_profile_names(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
     """Return the names of the profiles that start with a text."""
-    from accel_cli.profile.store import Store
+    from accel_cli.profile.store import ProfileStore
 
-    names = Store.from_env(os.environ, Path.cwd()).list_names()
+    names = ProfileStore.from_env(os.environ, Path.cwd()).list_names()
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accel_cli.accelerate import Imported, ShardingSection
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
-    from accel_cli.profile.store import Store
+    from accel_cli.profile.store import ProfileStore
 
 __all__ = ["config", "edit_interactively"]
 
@@ -43,7 +43,7 @@ _force_option = option("--force", is_flag=True, help="Replace an existing file."
 
 
 @dataclass(frozen=True)
-class Location:
+class ProfileLocation:
     """The file of a command: the user's default profile, a named one, or the project file."""
 
     profile: str | None = declare(option, "--profile", **_PROFILE)
@@ -89,11 +89,11 @@ class Location:
     epilog="Example: accel config set mixed_precision=bf16",
 )
 @click.pass_context
-@pass_options(Location)
-def config(ctx: click.Context, location: Location) -> None:
+@pass_options(ProfileLocation)
+def config(ctx: click.Context, location: ProfileLocation) -> None:
     """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
     if ctx.invoked_subcommand:
-        if location != Location():
+        if location != ProfileLocation():
             command = f"accel config {ctx.invoked_subcommand}"
             raise UsageError(f"Options belong after the subcommand: {command} --profile NAME.")
         return
@@ -161,8 +161,8 @@ def list_() -> None:
 
 
 @config.command("path", panel=_SHOW, epilog="Example: accel config path --project")
-@pass_options(Location)
-def path(location: Location) -> None:
+@pass_options(ProfileLocation)
+def path(location: ProfileLocation) -> None:
     """Print the path of a profile, even if it does not exist."""
     console.plain(str(location.find_file()))
 
@@ -176,10 +176,10 @@ def path(location: Location) -> None:
     help="Check this file.",
     shell_complete=complete_files,
 )
-@pass_options(Location)
-def validate(location: Location, file: Path | None) -> None:
+@pass_options(ProfileLocation)
+def validate(location: ProfileLocation, file: Path | None) -> None:
     """Check a profile and report every mistake at once."""
-    if file and location != Location():
+    if file and location != ProfileLocation():
         raise UsageError("Pass only one of FILE, --profile and --project.")
     target = file or location.find_file()
     _check(target, _require_file(target, None if file else location)).complete_engine()
@@ -205,8 +205,8 @@ def schema() -> None:
     help="Set these values; an empty value removes the key.",
     shell_complete=complete_assignments,
 )
-@pass_options(Location)
-def set_(location: Location, assignments: tuple[str, ...]) -> None:
+@pass_options(ProfileLocation)
+def set_(location: ProfileLocation, assignments: tuple[str, ...]) -> None:
     """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import read_layers_below, update_profile
@@ -235,8 +235,8 @@ def set_(location: Location, assignments: tuple[str, ...]) -> None:
     help="Remove these keys, or sections such as fully_shard.",
     shell_complete=complete_keys,
 )
-@pass_options(Location)
-def unset(location: Location, keys: tuple[str, ...]) -> None:
+@pass_options(ProfileLocation)
+def unset(location: ProfileLocation, keys: tuple[str, ...]) -> None:
     """Remove values from a profile, so that lower layers apply, and keep its comments."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
@@ -259,9 +259,9 @@ def unset(location: Location, keys: tuple[str, ...]) -> None:
 
 
 @config.command("default", panel=_CHANGE, epilog="Example: accel config default --profile gpu")
-@pass_options(Location)
+@pass_options(ProfileLocation)
 @_force_option
-def default(location: Location, force: bool) -> None:
+def default(location: ProfileLocation, force: bool) -> None:
     """Write defaults for this machine without questions."""
     from accel_cli.planning import machine
     from accel_cli.profile import store
@@ -277,8 +277,8 @@ def default(location: Location, force: bool) -> None:
 
 
 @config.command("edit", panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
-@pass_options(Location)
-def edit(location: Location) -> None:
+@pass_options(ProfileLocation)
+def edit(location: ProfileLocation) -> None:
     """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
     target = _require_file(location.find_writable_file(), location)
     _write(target, edit_interactively(target))
@@ -294,14 +294,14 @@ def edit(location: Location) -> None:
     help="Read a config file of Accelerate, a JSON file of DeepSpeed, or a profile of accel.",
     shell_complete=complete_files,
 )
-@pass_options(Location)
+@pass_options(ProfileLocation)
 @_force_option
 @option(
     "--sharding",
     type=click.Choice(["fully_shard", "deepspeed"]),
     help="Convert settings of DeepSpeed to this section of the profile.",
 )
-def import_(location: Location, file: Path, force: bool, sharding: str | None) -> None:
+def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | None) -> None:
     """Create a profile from a config file of Accelerate or DeepSpeed, or from another profile.
 
     Values without an equivalent in accel are listed.
@@ -405,17 +405,17 @@ def delete(name: str, yes: bool) -> None:
     console.note(f"deleted {target}")
 
 
-def _get_store() -> Store:
-    from accel_cli.profile.store import Store
+def _get_store() -> ProfileStore:
+    from accel_cli.profile.store import ProfileStore
 
-    return Store.from_env(os.environ, Path.cwd())
+    return ProfileStore.from_env(os.environ, Path.cwd())
 
 
-def _require_file(target: Path, location: Location | None = None) -> Path:
+def _require_file(target: Path, location: ProfileLocation | None = None) -> Path:
     """Return a file, or raise UsageError if it does not exist; `location` are the options that select it."""
     if not target.exists():
         store = _get_store()
-        project = store.find_project_file() if location == Location() else None
+        project = store.find_project_file() if location == ProfileLocation() else None
         hint = f" Use --project for {project}." if project else ""
         raise UsageError(
             f"Profile not found: {target}. Existing profiles: {', '.join(store.list_names()) or 'none'}.{hint}"

@@ -197,12 +197,12 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
 
     from accel_cli.errors import ProfileError
     from accel_cli.profile import layers
-    from accel_cli.profile.store import Store
+    from accel_cli.profile.store import ProfileStore
 
     options = layers.parse_assignments(_list_assignments(service))
     values: dict[str, Any] = {}
     for layer in layers.read_layers(
-        Store.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
+        ProfileStore.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
     ):
         if layer.problems:
             raise ProfileError(list(layer.problems))

@@ -13,7 +13,7 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile import layers, store, yaml_io
 from accel_cli.profile.layers import Layer, Resolved, flatten, nest
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, Profile, describe
-from accel_cli.profile.store import DEFAULT, Store
+from accel_cli.profile.store import DEFAULT, ProfileStore
 from accel_cli.profile.yaml_io import Document
 
 __all__ = [
@@ -142,7 +142,7 @@ def _insert(lines: list[str], key: str, value: Any, comment: str) -> None:
 
 
 def update_profile(
-    profiles: Store, target: Path, updates: Mapping[str, Any], source: str
+    profiles: ProfileStore, target: Path, updates: Mapping[str, Any], source: str
 ) -> tuple[Profile, list[str]]:
     """Set values in a profile file; create it if it does not exist.
 
@@ -164,7 +164,7 @@ def update_profile(
     return profile, dropped
 
 
-def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: str) -> list[Problem]:
+def remove_keys(profiles: ProfileStore, target: Path, keys: Collection[str], source: str) -> list[Problem]:
     """Remove keys from a profile file, which may have other problems; return those.
 
     Raises:
@@ -191,7 +191,7 @@ def remove_keys(profiles: Store, target: Path, keys: Collection[str], source: st
         return find_problems(layers.read_file(target, "file"))
 
 
-def resolve_file(profiles: Store, target: Path, layer: Layer) -> Resolved:
+def resolve_file(profiles: ProfileStore, target: Path, layer: Layer) -> Resolved:
     """Return the resolved profile of the layer of a file, over the layers below it.
 
     Raises:
@@ -200,7 +200,7 @@ def resolve_file(profiles: Store, target: Path, layer: Layer) -> Resolved:
     return layers.resolve([*read_layers_below(profiles, target), layer])
 
 
-def read_layers_below(profiles: Store, target: Path) -> list[Layer]:
+def read_layers_below(profiles: ProfileStore, target: Path) -> list[Layer]:
     """Return the layers below a file: the user's default profile, unless it is that file."""
     user = profiles.get_path(DEFAULT)
     return [layers.read_file(user, "user")] if store.has_file(user) and user != target else []

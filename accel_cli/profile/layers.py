@@ -18,7 +18,7 @@ from accel_cli import console
 from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
-from accel_cli.profile.store import DEFAULT, Store
+from accel_cli.profile.store import DEFAULT, ProfileStore
 from accel_cli.profile.validation_errors import drop_repeated_lists, explain, unknown_key
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.accelerate.export import read_user_variables
@@ -106,7 +106,7 @@ class Resolved:
 
 
 def read_layers(
-    profiles: Store,
+    profiles: ProfileStore,
     environ: Mapping[str, str],
     name: str | None,
     options: Iterable[Layer] = (),

@@ -27,7 +27,7 @@ from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
-from accel_cli.profile.store import Store
+from accel_cli.profile.store import ProfileStore
 from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import (
     build_export,
@@ -225,7 +225,7 @@ def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
     config = [Layer(CONFIG_FILE, file.values, {"": file.name})] if file else []
     if "no_profile" in request.options:
         return [layer for layer in (*config, layers.read_environment(environ)) if layer.values]
-    store = Store.from_env(environ, Path.cwd())
+    store = ProfileStore.from_env(environ, Path.cwd())
     found = layers.read_layers(store, environ, request.options.get("profile"), config=config)
     return [layer for layer in found if not (request.for_pod and layer.name == "user")]
 

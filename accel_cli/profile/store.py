@@ -26,7 +26,7 @@ from accel_runtime.environment.accelerate import launch
 __all__ = [
     "DEFAULT",
     "PROJECT_FILE",
-    "Store",
+    "ProfileStore",
     "check_writable",
     "find_accelerate_file",
     "find_distrust",
@@ -51,7 +51,7 @@ _HEADER = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
 
 
 @dataclass(frozen=True)
-class Store:
+class ProfileStore:
     """The folders that are searched for profiles."""
 
     home: Path
@@ -60,7 +60,7 @@ class Store:
     """The folder where the search for a project file starts, upwards to the repository's root."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str], cwd: Path) -> Store:
+    def from_env(cls, environ: Mapping[str, str], cwd: Path) -> ProfileStore:
         """Build from `ACCEL_HOME` if it is set, else from the platform's configuration folder."""
         home = environ.get(env.HOME)
         base = Path(home).expanduser() if home else platformdirs.user_config_path("accel")

@@ -12,7 +12,7 @@ from accel_cli.accelerate.config_values import (
     Answer,
     EngineRules,
     InvalidValueError,
-    Rule,
+    KeyRule,
     build_parser,
     choice,
     drop,
@@ -43,7 +43,7 @@ def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
     return sets({"fully_shard.reshard_after_forward": config.hpz_size if config.hpz_size > 1 else True})
 
 
-def _offload(setting: Setting) -> Rule:
+def _offload(setting: Setting) -> KeyRule:
     """Return the rule of a device that DeepSpeed offloads to."""
     least = ZERO_3 if setting is sharding.OFFLOAD_PARAM_DEVICE else 1
 
@@ -61,10 +61,10 @@ def _offload(setting: Setting) -> Rule:
             return sets({setting.profile_key: "cpu"}, f"as DeepSpeed does in stage {config.zero_stage}")
         return sets({setting.profile_key: device})
 
-    return Rule(convert, build_parser(setting.values), (*EMPTY, *setting.off))
+    return KeyRule(convert, build_parser(setting.values), (*EMPTY, *setting.off))
 
 
-def _nvme_path(setting: Setting, device: Setting) -> Rule:
+def _nvme_path(setting: Setting, device: Setting) -> KeyRule:
     """Return the rule of the directory of a device that DeepSpeed offloads to."""
 
     def convert(path: str, config: AccelerateConfig) -> Answer:
@@ -74,7 +74,7 @@ def _nvme_path(setting: Setting, device: Setting) -> Rule:
             return dropped(f"used only with {device.key}: nvme in stage 3")
         return sets({setting.profile_key: path})
 
-    return Rule(convert, parse_text, (*EMPTY, *setting.off))
+    return KeyRule(convert, parse_text, (*EMPTY, *setting.off))
 
 
 def _convert_clipping(value: Any, config: AccelerateConfig) -> Answer:
@@ -118,7 +118,7 @@ def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
     return Answer("its keys are listed below")
 
 
-def _enables(precision: str) -> Rule:
+def _enables(precision: str) -> KeyRule:
     """Return the rule of `enabled` in a section of the JSON file that is named after a number format."""
 
     def convert(_: bool, config: AccelerateConfig) -> Answer:
@@ -126,7 +126,7 @@ def _enables(precision: str) -> Rule:
             return Answer(f"mixed_precision: {precision}")
         return dropped("mixed_precision of the config takes precedence")
 
-    return Rule(convert, parse_bool, EMPTY)
+    return KeyRule(convert, parse_bool, EMPTY)
 
 
 def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
@@ -138,17 +138,17 @@ def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
 _MICS = "set parallel.dp_shard to this size, and parallel.dp_replicate to the number of such groups"
 _PINNED = same("shards in host memory are pinned")
 _BATCH_SIZE = drop("set it in the DataLoader of the script")
-ZERO_STAGE = Rule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
+ZERO_STAGE = KeyRule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
 OFFLOAD_OPTIMIZER = _offload(sharding.OFFLOAD_OPTIMIZER_DEVICE)
 OFFLOAD_PARAM = _offload(sharding.OFFLOAD_PARAM_DEVICE)
 _parse_reduce_dtype = choice("fp32", "fp16", "bf16", aliases={"bfp16": "bf16"})
-DEEPSPEED_FILE: Mapping[str, Rule] = {
+DEEPSPEED_FILE: Mapping[str, KeyRule] = {
     "zero_optimization.stage": ZERO_STAGE,
     "zero_optimization.offload_optimizer.device": OFFLOAD_OPTIMIZER,
     "zero_optimization.offload_param.device": OFFLOAD_PARAM,
     "zero_optimization.offload_optimizer.pin_memory": _PINNED,
     "zero_optimization.offload_param.pin_memory": _PINNED,
-    "zero_optimization.zero_hpz_partition_size": Rule(_convert_hpz, integer(1), ("1",)),
+    "zero_optimization.zero_hpz_partition_size": KeyRule(_convert_hpz, integer(1), ("1",)),
     "zero_optimization.mics_shard_size": drop(_MICS, "-1", "1", parse=integer(1, auto=-1)),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": drop(sharding.SAVE_16BIT_MODEL.reason),
     "bf16.enabled": _enables("bf16"),
@@ -170,7 +170,7 @@ DEEPSPEED_FILE: Mapping[str, Rule] = {
     "*": drop("specific to DeepSpeed; accel does not have this option", "0"),
 }
 """Keys of DeepSpeed's JSON file; a key with no row has that of its section."""
-CONVERTED: Mapping[Setting, Rule] = {
+CONVERTED: Mapping[Setting, KeyRule] = {
     sharding.ZERO_STAGE: ZERO_STAGE,
     sharding.OFFLOAD_OPTIMIZER_DEVICE: OFFLOAD_OPTIMIZER,
     sharding.OFFLOAD_PARAM_DEVICE: OFFLOAD_PARAM,
@@ -180,11 +180,11 @@ CONVERTED: Mapping[Setting, Rule] = {
     sharding.OFFLOAD_PARAM_NVME_PATH: _nvme_path(
         sharding.OFFLOAD_PARAM_NVME_PATH, sharding.OFFLOAD_PARAM_DEVICE
     ),
-    sharding.GRADIENT_CLIPPING: Rule(_convert_clipping, off=(*EMPTY, *sharding.GRADIENT_CLIPPING.off)),
-    sharding.ZERO3_INIT: Rule(_convert_zero3_init, off=EMPTY),
-    sharding.SAVE_16BIT_MODEL: Rule(_convert_save_16bit, off=EMPTY),
-    sharding.MOE_CLASSES: Rule(_convert_moe_classes, off=EMPTY),
-    sharding.DEEPSPEED_FILE: Rule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off)),
+    sharding.GRADIENT_CLIPPING: KeyRule(_convert_clipping, off=(*EMPTY, *sharding.GRADIENT_CLIPPING.off)),
+    sharding.ZERO3_INIT: KeyRule(_convert_zero3_init, off=EMPTY),
+    sharding.SAVE_16BIT_MODEL: KeyRule(_convert_save_16bit, off=EMPTY),
+    sharding.MOE_CLASSES: KeyRule(_convert_moe_classes, off=EMPTY),
+    sharding.DEEPSPEED_FILE: KeyRule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off)),
 }
 """The rules of the section whose result depends on other keys."""
 RULES = EngineRules(CONVERTED, sharding.DEEPSPEED_FILE.key, DEEPSPEED_FILE, frozenset({*SECTIONS, *KEYS}))

@@ -18,7 +18,7 @@ from accel_cli.commands.options import IntRange, argument, declare, option, pass
 from accel_cli.errors import AccelError, UsageError
 
 if TYPE_CHECKING:
-    from accel_cli.profile.store import Store
+    from accel_cli.profile.store import ProfileStore
     from accel_cli.runs.run_dir import RunFolder
 
 __all__ = ["estimate"]
@@ -383,9 +383,9 @@ def _format_no_fit(result: dict[str, Any]) -> str:
 
 def _write_profile(result: dict[str, Any], name: str | None, output: Path | None) -> None:
     from accel_cli.profile.edit import update_profile
-    from accel_cli.profile.store import Store
+    from accel_cli.profile.store import ProfileStore
 
-    store = Store.from_env(os.environ, Path.cwd())
+    store = ProfileStore.from_env(os.environ, Path.cwd())
     target = output or store.get_path(str(name))
     best, devices = result["layouts"][result["best"]], result["devices"]
     updates = _build_profile_keys(best, result["wrap"]) | _build_launch_keys(result, store, target)
@@ -399,7 +399,7 @@ def _write_profile(result: dict[str, Any], name: str | None, output: Path | None
         console.note(f"accel launch must start {devices} process(es) with it, one for each device")
 
 
-def _build_launch_keys(result: dict[str, Any], store: Store, target: Path) -> dict[str, Any]:
+def _build_launch_keys(result: dict[str, Any], store: ProfileStore, target: Path) -> dict[str, Any]:
     """Return the number format of the estimate, and the processes of a layout that fits on one machine.
 
     Keys that a profile has already stay as they are.

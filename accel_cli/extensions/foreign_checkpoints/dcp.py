@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.commands.checkpoint_operations import (
-    Export,
+    ExportFormat,
     Progress,
     command_errors,
     copy_snapshot,
@@ -49,7 +49,7 @@ def export_dcp(
     return write_export(directory, write, progress)
 
 
-DCP = Export(export_dcp, frozenset({"--layout"}), lacks="torch's format does not have them")
+DCP = ExportFormat(export_dcp, frozenset({"--layout"}), lacks="torch's format does not have them")
 
 
 def _run_export(request: dict[str, Any], counter: Callable[[int], None]) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
             f"Cannot combine --verify with {' and '.join(others)}: it compares, and changes nothing. Run accel migrate --verify first."
         )
     from accel_cli.extensions.migrate.verification import ConvertedScript, read_versions, verify
-    from accel_cli.extensions.migrate.verification_runs import RunOptions
+    from accel_cli.extensions.migrate.verification_runs import VerifyOptions
     from accel_cli.planning.machine import detect_quickly
 
     versions, left = read_versions(paths)
@@ -242,7 +242,7 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
         script=paths[0],
         before={path: before for path, (before, _) in versions.items()},
         after={path: after for path, (_, after) in versions.items()},
-        options=RunOptions(
+        options=VerifyOptions(
             arguments=context.meta.get(_SCRIPT_ARGUMENTS, ()),
             environ=os.environ,
             max_steps=context.params["steps"] or _STEPS,

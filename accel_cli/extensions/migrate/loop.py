@@ -22,7 +22,7 @@ from accel_cli.extensions.migrate.script import (
 )
 
 __all__ = [
-    "Report",
+    "LossReport",
     "convert_accumulation",
     "convert_backward",
     "convert_clipping",
@@ -152,7 +152,7 @@ def _list_terms(node: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 
 @dataclass(frozen=True)
-class Report:
+class LossReport:
     """The place where a loss is printed, logged or added up."""
 
     name: cst.BaseExpression
@@ -162,7 +162,7 @@ class Report:
     """Whether the expression has the value of the loss as a number."""
 
 
-def find_report(script: Script, name: Any) -> Report | None:
+def find_report(script: Script, name: Any) -> LossReport | None:
     """Return the report of a loss at a place where it is read; None for another use."""
     node: Any = name
     members: list[str] = []
@@ -176,13 +176,13 @@ def find_report(script: Script, name: Any) -> Report | None:
     arg: Any = script.parents.get(node)
     call: Any = script.parents[arg] if isinstance(arg, cst.Arg) else None
     if is_plain and "item" in members:
-        return Report(name, node, is_number=True)
+        return LossReport(name, node, is_number=True)
     if is_plain and script.is_call_of(call, "builtins.float"):
-        return Report(name, call, is_number=True)
+        return LossReport(name, call, is_number=True)
     is_number = "item" in members or (
         get_method(call) == "step" and script.kind_of(call.func.value) == "scheduler"
     )
-    return Report(name, name, is_number) if is_number or _is_reported(script, node) else None
+    return LossReport(name, name, is_number) if is_number or _is_reported(script, node) else None
 
 
 def _is_reported(script: Script, node: cst.CSTNode) -> bool:

@@ -13,7 +13,7 @@ from accel_cli.extensions.migrate.edits import drop_last_comma, set_fields, set_
 from accel_cli.extensions.migrate.fabric_uses import FABRIC
 from accel_cli.extensions.migrate.findings import Finding
 from accel_cli.extensions.migrate.lengths import is_number_of_samples, list_divisors
-from accel_cli.extensions.migrate.loop import Report, find_report, find_terms, list_losses
+from accel_cli.extensions.migrate.loop import LossReport, find_report, find_terms, list_losses
 from accel_cli.extensions.migrate.preparation import list_blocks
 from accel_cli.extensions.migrate.raw import Conversion
 from accel_cli.extensions.migrate.saving import check_file
@@ -253,7 +253,7 @@ def _reads_batch(conversion: Conversion, test: cst.CSTNode, losses: set[Variable
     )
 
 
-def _reduce_loss(conversion: Conversion, report: Report, variable: Variable) -> None:
+def _reduce_loss(conversion: Conversion, report: LossReport, variable: Variable) -> None:
     node, count = _find_division(conversion, report, variable)
     value = f"{to_code(report.name)}.detach()" + (f" / {count}" if count else "")
     conversion.reduced.add(node)
@@ -301,7 +301,7 @@ def _note_exchange(conversion: Conversion) -> None:
         )
 
 
-def _restore_division(conversion: Conversion, report: Report, variable: Variable) -> None:
+def _restore_division(conversion: Conversion, report: LossReport, variable: Variable) -> None:
     """Report the loss of one rank as before, though its division by the accumulation steps was removed."""
     node, count = _find_division(conversion, report, variable)
     if count:
@@ -310,7 +310,7 @@ def _restore_division(conversion: Conversion, report: Report, variable: Variable
         conversion.edits.replace(node, to_code(report.node))
 
 
-def _find_division(conversion: Conversion, report: Report, variable: Variable) -> tuple[Any, str]:
+def _find_division(conversion: Conversion, report: LossReport, variable: Variable) -> tuple[Any, str]:
     """Return the expression that reports a loss, and the number by which it must be divided since its division was removed."""
     count, position = conversion.divided.get(variable, ("", (0, 0)))
     if not count or conversion.script.start(report.node) < position:

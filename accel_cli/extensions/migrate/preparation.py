@@ -27,7 +27,7 @@ _LINE_LENGTH = 100
 
 
 @dataclass
-class Group:
+class PreparedGroup:
     """Objects that are created in the same function and loop, and prepared together."""
 
     variables: dict[Variable, str] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def _insert_accelerator(conversion: Conversion, statement: cst.CSTNode) -> None:
 def prepare_objects(conversion: Conversion) -> None:
     """Insert a call of `prepare` after the objects of each function and loop are created."""
     script = conversion.script
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, PreparedGroup] = {}
     for variable, statements in conversion.creations.items():
         kind = script.roles[variable].kind
         if variable in conversion.unprepared:
@@ -283,7 +283,7 @@ def prepare_objects(conversion: Conversion) -> None:
         is_late = script.start(statements[0]) > _find_training_start(conversion, statements[0], loop)
         condition = _find_condition(script, variable, statements)
         test = to_code(condition.test) if condition is not None else ""
-        group = groups.setdefault((loop, is_late, test), Group(condition=condition))
+        group = groups.setdefault((loop, is_late, test), PreparedGroup(condition=condition))
         if kind != "scheduler" or _steps_each_batch(conversion, variable):
             group.variables[variable] = kind
         group.statements += statements
@@ -329,7 +329,7 @@ def _split_condition(test: cst.BaseExpression) -> list[str]:
     return [to_code(test)]
 
 
-def _check_models(conversion: Conversion, group: Group) -> None:
+def _check_models(conversion: Conversion, group: PreparedGroup) -> None:
     """Raise an error for an optimizer or scheduler whose models or optimizers are not prepared before it is created."""
     script = conversion.script
     for variable, kind in group.variables.items():
@@ -447,7 +447,7 @@ def _parameter_roles(script: Script, function: cst.FunctionDef) -> list[Any]:
     return [role for name in names if (role := script.roles.get(script.parameter(function, name)))]
 
 
-def _insert_prepare(conversion: Conversion, group: Group, others: Group | None) -> None:
+def _insert_prepare(conversion: Conversion, group: PreparedGroup, others: PreparedGroup | None) -> None:
     """Insert the call after the last creation; for objects that may not exist, after those that do, under their condition."""
     script = conversion.script
     anchor = find_anchor(script, group.statements)
@@ -482,7 +482,7 @@ def _insert_prepare(conversion: Conversion, group: Group, others: Group | None) 
     conversion.edits.insert_after(anchor, code, *_list_aliases(conversion, group, anchor))
 
 
-def _list_aliases(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> list[str]:
+def _list_aliases(conversion: Conversion, group: PreparedGroup, anchor: cst.CSTNode) -> list[str]:
     """Return the assignments that give the prepared models their other names, by which the script calls them."""
     script = conversion.script
     found: dict[str, None] = {}
@@ -521,7 +521,7 @@ def _find_training_start(conversion: Conversion, node: cst.CSTNode, loop: Any) -
     )
 
 
-def _check_uses(conversion: Conversion, group: Group, anchor: cst.CSTNode) -> None:
+def _check_uses(conversion: Conversion, group: PreparedGroup, anchor: cst.CSTNode) -> None:
     """Raise an error if an object is used for training before it can be prepared."""
     script = conversion.script
     first, last = min(map(script.start, group.statements)), script.end(anchor)
@@ -556,7 +556,7 @@ def _creating_calls(conversion: Conversion) -> set[cst.CSTNode]:
     }
 
 
-def _keeps(script: Script, call: cst.Call, group: Group) -> bool:
+def _keeps(script: Script, call: cst.Call, group: PreparedGroup) -> bool:
     """Return whether an object keeps one of the variables that are prepared later, and not a copy of it."""
     function = script.callees.get(call)
     passed = [arg for arg in call.args if script.variable(arg.value) in group.variables]

@@ -17,13 +17,19 @@ from accel_cli.extensions.migrate.counter_runs import DATA_DRAWS, DRAWS, NORMS, 
 from accel_cli.extensions.migrate.files import STDIN, migrate_file
 from accel_cli.extensions.migrate.scratch_copy import find_root
 from accel_cli.extensions.migrate.step_records import INDEX, StepRecord
-from accel_cli.extensions.migrate.verification_runs import Run, RunOptions, RunResult, Trial, run_trial
+from accel_cli.extensions.migrate.verification_runs import (
+    RunResult,
+    Trial,
+    VerifyOptions,
+    VerifyRun,
+    run_trial,
+)
 
 __all__ = [
     "ComparisonResult",
     "ConvertedScript",
+    "Divergence",
     "Pair",
-    "Part",
     "SampleComparison",
     "compare_on_two",
     "compare_ranks",
@@ -79,7 +85,7 @@ class ConvertedScript:
     before: Mapping[Path, str]
     """The texts of the scripts before the conversion, by path."""
     after: Mapping[Path, str]
-    options: RunOptions
+    options: VerifyOptions
     devices: int
     """The number of GPUs of this machine."""
 
@@ -95,7 +101,7 @@ class ComparisonResult:
 
 
 @dataclass(frozen=True)
-class Part:
+class Divergence:
     """The first step at which two runs part, counted from 1, and the reason; step 0 if they are equal."""
 
     step: int = 0
@@ -178,7 +184,7 @@ def _compare_runs(
     )
     on_cpu = converted.devices == 0
     report(f"run before the conversion, 1 process, {_name_device(on_cpu=on_cpu)}")
-    run = Run("before", before, on_cpu=on_cpu, has_rank=False)
+    run = VerifyRun("before", before, on_cpu=on_cpu, has_rank=False)
     first = run_trial(trial, run)
     if not first.steps and _RANKS.search(before[trial.script]):
         report("run before the conversion, 1 process, with the variables of torchrun")
@@ -194,7 +200,7 @@ def _compare_runs(
         if not result.error:
             run, first, order = ordered, result, _OTHER_ORDER
     report(f"run after the conversion, 1 process, {_name_device(on_cpu=on_cpu)}")
-    one_run = Run("after", after, reference=run.name, on_cpu=on_cpu)
+    one_run = VerifyRun("after", after, reference=run.name, on_cpu=on_cpu)
     one = run_trial(trial, one_run)
     part = find_first_difference(first, one)
     if part.step <= len(one.steps) and any(record.workers for record in one.steps[: part.step]):
@@ -216,7 +222,7 @@ def _compare_runs(
     )
 
 
-def _test_workers(trial: Trial, before: Run, after: Run, report: Callable[[str], None]) -> str:
+def _test_workers(trial: Trial, before: VerifyRun, after: VerifyRun, report: Callable[[str], None]) -> str:
     """Return that random numbers of workers cause a difference on one process, if it is gone without them; otherwise nothing."""
     report(f"run before and after the conversion, 1 process, {_CHANGES[DATA_DRAWS]}, to find the cause")
     old, new = (
@@ -237,12 +243,12 @@ def _test_workers(trial: Trial, before: Run, after: Run, report: Callable[[str],
 class Pair:
     """The run on two processes, and the one on one process that it is compared with."""
 
-    one_run: Run
-    two_run: Run
+    one_run: VerifyRun
+    two_run: VerifyRun
     one: RunResult
     two: RunResult
     """The results of both."""
-    run: Callable[[Run], RunResult]
+    run: Callable[[VerifyRun], RunResult]
     """Runs the script once more."""
     report: Callable[[str], None]
     failure: str = ""
@@ -269,12 +275,12 @@ def _run_on_two(
     """Run the converted script on two processes, with divided batches if that is possible."""
     execute = partial(run_trial, trial)
     on_cpu = devices < 2  # noqa: PLR2004 - a GPU for each process
-    one_run = Run("after", after, on_cpu=devices == 0)
+    one_run = VerifyRun("after", after, on_cpu=devices == 0)
     if devices == 1:
         report("run after the conversion, 1 process, cpu, since two processes need two GPUs")
-        one_run = Run("after-cpu", after)
+        one_run = VerifyRun("after-cpu", after)
         one = run_trial(trial, one_run)
-    run = Run("two", after, world_size=2, reference=one_run.name, is_split=True, on_cpu=on_cpu)
+    run = VerifyRun("two", after, world_size=2, reference=one_run.name, is_split=True, on_cpu=on_cpu)
     report(f"run after the conversion, 2 processes, {_name_device(on_cpu=on_cpu)}, batches of half the size")
     two = run_trial(trial, run)
     failure = two.error
@@ -322,7 +328,7 @@ def compare_on_two(pair: Pair) -> ComparisonResult:
     return ComparisonResult((), (f"{text} {samples.reason}", *_list_omissions(one, samples)), is_equal=True)
 
 
-def _describe_whole_batches(pair: Pair, samples: SampleComparison, ranks: Part) -> ComparisonResult:
+def _describe_whole_batches(pair: Pair, samples: SampleComparison, ranks: Divergence) -> ComparisonResult:
     """Compare two processes which each have batches of the size of one."""
     steps = _count_steps(len(pair.two.steps))
     if ranks.step:
@@ -344,7 +350,7 @@ def _list_omissions(one: RunResult, samples: SampleComparison) -> Iterator[str]:
         yield f"not compared: {', '.join(omitted)}"
 
 
-def _test_causes(pair: Pair, samples: SampleComparison, part: Part) -> Iterator[str]:
+def _test_causes(pair: Pair, samples: SampleComparison, part: Divergence) -> Iterator[str]:
     """Yield the causes of a difference that is gone in runs without them; a sentence if none is found."""
     if part.step > min(len(pair.one.steps), len(pair.two.steps)) or compare_ranks(pair.two).step == part.step:
         return
@@ -388,7 +394,7 @@ def _describe_changes(changes: Collection[str]) -> str:
     return " and ".join(_CHANGES[change] for change in changes)
 
 
-def _list_causes(pair: Pair, samples: SampleComparison, part: Part) -> dict[str, str]:
+def _list_causes(pair: Pair, samples: SampleComparison, part: Divergence) -> dict[str, str]:
     """Return what may cause a difference, from the records: changes that remove it, with the sentences that explain it."""
     causes = {}
     layers = pair.one.end.layers
@@ -437,19 +443,19 @@ def _describe_failure(script: Path, result: RunResult) -> str:
 # Comparison
 
 
-def find_first_difference(before: RunResult, after: RunResult) -> Part:
+def find_first_difference(before: RunResult, after: RunResult) -> Divergence:
     """Return the first step at which the runs before and after the conversion part, on one process."""
     for index, (old, new) in enumerate(zip(before.steps, after.steps, strict=False)):
         if old.digest == new.digest and repr(old.loss) == repr(new.loss):
             continue
-        return Part(index + 1, _explain_on_one(before.steps[: index + 1], after.steps[: index + 1]))
+        return Divergence(index + 1, _explain_on_one(before.steps[: index + 1], after.steps[: index + 1]))
     if after.error or len(after.steps) != len(before.steps):
-        return Part(
+        return Divergence(
             len(after.steps) + 1,
             f"after the conversion, the script ended after {_count_steps(len(after.steps))}"
             f"{f': {after.error}' if after.error else f', and before it after {len(before.steps)}'}.",
         )
-    return Part()
+    return Divergence()
 
 
 def _explain_on_one(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
@@ -478,23 +484,23 @@ def _list_inputs(record: StepRecord) -> Iterator[str]:
             yield from column.rows
 
 
-def compare_ranks(two: RunResult) -> Part:
+def compare_ranks(two: RunResult) -> Divergence:
     """Return the first step after which the weights of the two processes differ."""
     if two.error:
-        return Part(
+        return Divergence(
             len(two.steps) + 1, f"the script ended after {_count_steps(len(two.steps))}: {two.error}."
         )
     for step in range(len(two.steps)):
         if len({rank.steps[step].digest for rank in two.ranks}) > 1:
-            return Part(
+            return Divergence(
                 step + 1,
                 "the weights of the two processes differ after it. Gradients are averaged only for models that are prepared, and for "
                 "losses that their forward computes.",
             )
-    return Part()
+    return Divergence()
 
 
-def find_difference_on_two(one: RunResult, two: RunResult, *, is_half: bool = False) -> Part:
+def find_difference_on_two(one: RunResult, two: RunResult, *, is_half: bool = False) -> Divergence:
     """Return the first step at which two processes part from one that trains on the same batches, beyond rounding."""
     part = compare_ranks(two)
     tolerance = _HALF_TOLERANCE if is_half else _GRADIENT_TOLERANCE
@@ -502,9 +508,9 @@ def find_difference_on_two(one: RunResult, two: RunResult, *, is_half: bool = Fa
         if part.step == step + 1:
             break
         if _differs(old, [rank.steps[step] for rank in two.ranks], tolerance):
-            return Part(step + 1, _explain_on_two(one, two, step))
+            return Divergence(step + 1, _explain_on_two(one, two, step))
     if not part.step and len(two.steps) != len(one.steps):
-        return Part(
+        return Divergence(
             min(len(two.steps), len(one.steps)) + 1,
             f"the script makes {_count_steps(len(one.steps))} on one process, and {len(two.steps)} on two.",
         )

@@ -21,7 +21,7 @@ from accel_cli.planning.machine import check_has_files
 from accel_cli.planning.network import bind_free_port, find_loopback_address
 from accel_runtime.environment.settings import PREFIX
 
-__all__ = ["RankResult", "Run", "RunOptions", "RunResult", "Trial", "run_trial"]
+__all__ = ["RankResult", "RunResult", "Trial", "VerifyOptions", "VerifyRun", "run_trial"]
 
 _PROBE = Path(__file__).with_name("torch_probe.py")
 _POLL_S = 0.05
@@ -49,7 +49,7 @@ _SETTINGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class VerifyOptions:
     """What all runs of a script have in common."""
 
     arguments: tuple[str, ...]
@@ -68,11 +68,11 @@ class Trial:
     script: Path
     """The path of the script in it."""
     scratch: Path
-    options: RunOptions
+    options: VerifyOptions
 
 
 @dataclass(frozen=True)
-class Run:
+class VerifyRun:
     """One run of a trial."""
 
     name: str
@@ -119,7 +119,7 @@ class RunResult:
         return self.ranks[0].end or RunEnd(len(self.steps))
 
 
-def run_trial(trial: Trial, run: Run) -> RunResult:
+def run_trial(trial: Trial, run: VerifyRun) -> RunResult:
     """Run the script in a new copy of the user's folder, and return the records; no process is left."""
     check_has_files("run the script")
     folder = trial.scratch / run.name
@@ -146,7 +146,7 @@ def run_trial(trial: Trial, run: Run) -> RunResult:
 
 @contextmanager
 def _start_processes(
-    trial: Trial, run: Run, copy: Path, results: Path
+    trial: Trial, run: VerifyRun, copy: Path, results: Path
 ) -> Iterator[Sequence[subprocess.Popen[bytes]]]:
     """Start the processes of a run; end them and those that they have started."""
     processes: list[subprocess.Popen[bytes]] = []
@@ -196,7 +196,7 @@ def _start_processes(
 
 
 def _build_environment(
-    environ: Mapping[str, str], run: Run, place: tuple[str, str, str, str]
+    environ: Mapping[str, str], run: VerifyRun, place: tuple[str, str, str, str]
 ) -> dict[str, str]:
     """Return the variables of a process; those of a launch that the command itself may run in are left out."""
     kept = {

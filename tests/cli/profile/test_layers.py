@@ -14,13 +14,13 @@ from accel_cli.profile.layers import (
     resolve,
 )
 from accel_cli.profile.schema import SECTIONS, known_keys
-from accel_cli.profile.store import Store, write
+from accel_cli.profile.store import ProfileStore, write
 from accel_runtime.environment.settings import Settings
 
 
 @pytest.fixture
 def store(cwd, home):
-    return Store.from_env({"ACCEL_HOME": str(home)}, cwd)
+    return ProfileStore.from_env({"ACCEL_HOME": str(home)}, cwd)
 
 
 def write_profile(path, text):
@@ -88,7 +88,7 @@ def test_a_project_file_that_other_users_could_have_written_is_not_used(store, c
     """The file is in a folder above the working folder of the user."""
     which, change, reason = distrusted
     write_profile(cwd / "accel.yaml", "env:\n  PYTHONPATH: planted\n")
-    inside = Store(store.home, cwd / "own")
+    inside = ProfileStore(store.home, cwd / "own")
     inside.cwd.mkdir(mode=0o700)
     assert resolve(read_layers(inside, {}, None)).profile.env == {"PYTHONPATH": "planted"}
     change(cwd / which)
@@ -116,9 +116,9 @@ def test_the_project_file_is_searched_up_to_the_root_of_the_repository(store, cw
     write_profile(cwd / "accel.yaml", "device: cpu\n")
     inside = cwd / "a" / "b"
     inside.mkdir(parents=True)
-    assert Store(store.home, inside).find_project_file() == cwd / "accel.yaml"
+    assert ProfileStore(store.home, inside).find_project_file() == cwd / "accel.yaml"
     (inside / ".git").mkdir()
-    assert Store(store.home, inside).find_project_file() is None
+    assert ProfileStore(store.home, inside).find_project_file() is None
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_a_missing_version_does_not_hide_other_mistakes(store, cwd, version):
 
 def test_a_profile_with_the_other_suffix_of_yaml_is_not_used_and_named(store, cwd, capfd):
     (cwd / "deep").mkdir()
-    deep = Store(store.home, cwd / "deep")
+    deep = ProfileStore(store.home, cwd / "deep")
     for path in (cwd / "accel.yml", store.get_path("default").with_suffix(".yml")):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("device: cpu\n")

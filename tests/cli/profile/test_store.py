@@ -5,7 +5,7 @@ import pytest
 
 from accel_cli.errors import UsageError
 from accel_cli.profile import store
-from accel_cli.profile.store import Store
+from accel_cli.profile.store import ProfileStore
 
 
 @pytest.mark.parametrize(
@@ -13,12 +13,12 @@ from accel_cli.profile.store import Store
 )
 def test_an_invalid_profile_name_is_rejected(tmp_path, name):
     with pytest.raises(UsageError, match="Invalid profile name"):
-        Store(tmp_path, tmp_path).get_path(name)
+        ProfileStore(tmp_path, tmp_path).get_path(name)
 
 
 def test_profiles_are_in_the_folder_of_the_variable_or_of_the_platform(tmp_path):
-    assert Store.from_env({"ACCEL_HOME": str(tmp_path)}, tmp_path).home == tmp_path / "profiles"
-    assert Store.from_env({}, tmp_path).home.parts[-2:] == ("accel", "profiles")
+    assert ProfileStore.from_env({"ACCEL_HOME": str(tmp_path)}, tmp_path).home == tmp_path / "profiles"
+    assert ProfileStore.from_env({}, tmp_path).home.parts[-2:] == ("accel", "profiles")
 
 
 def test_the_first_line_of_a_written_file_refers_to_an_existing_schema(tmp_path):

@@ -7,14 +7,14 @@ import pytest
 from accel_cli.errors import ProfileError
 from accel_cli.profile.edit import remove_keys, update_profile
 from accel_cli.profile.layers import read_file
-from accel_cli.profile.store import Store
+from accel_cli.profile.store import ProfileStore
 
 Process = get_context("fork").Process
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(tmp_path / "profiles", tmp_path)
+    return ProfileStore(tmp_path / "profiles", tmp_path)
 
 
 def test_a_file_is_created_and_changed_with_comments_kept(store):

@@ -217,7 +217,10 @@ def launched(tmp_path):
 
 def test_a_launch_without_deepspeed_ends_with_one_message_before_the_script(launched, monkeypatch):
     monkeypatch.setattr(os, "execvpe", None)  # would replace this process
-    for start_ranks in (Single().run, lambda plan: compile_operators(plan.argv, {**os.environ, **plan.env})):
+    for start_ranks in (
+        Single().run,
+        lambda plan: compile_operators(plan.argv, {**os.environ, **plan.env}),
+    ):
         with pytest.raises(
             AccelError, match=r"^deepspeed is not installed in the environment of .*"
         ) as raised:

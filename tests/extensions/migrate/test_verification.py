@@ -40,7 +40,7 @@ from accel_cli.extensions.migrate.verification import (
     read_versions,
 )
 from accel_cli.extensions.migrate.verification import verify as run_comparison
-from accel_cli.extensions.migrate.verification_runs import RankResult, Run, RunOptions, RunResult
+from accel_cli.extensions.migrate.verification_runs import RankResult, RunResult, VerifyOptions, VerifyRun
 
 TRAIN = """\
 import torch
@@ -277,7 +277,7 @@ def test_with_one_gpu_two_processes_are_compared_with_one_on_the_cpu(tmp_path, m
     path.write_text(TRAIN)
     versions, left = read_versions([path])
     before, after = ({path: text} for text in versions[path])
-    converted = ConvertedScript(path, before, after, RunOptions((), os.environ, 2, limit(300)), devices=1)
+    converted = ConvertedScript(path, before, after, VerifyOptions((), os.environ, 2, limit(300)), devices=1)
     lines = []
     verdict = run_comparison(converted, lines.append)
     assert (verdict.is_equal, left) == (True, "")
@@ -483,7 +483,9 @@ def compare(one, two, equal_with=None, failure=""):
         return run(record(1, difference=Difference(0, 0, 0) if is_equal else FAR), ranks=again.world_size)
 
     lines = []
-    pair = Pair(Run("after", {}), Run("two", {}, world_size=2), one, two, run_again, lines.append, failure)
+    pair = Pair(
+        VerifyRun("after", {}), VerifyRun("two", {}, world_size=2), one, two, run_again, lines.append, failure
+    )
     return compare_on_two(pair), lines
 
 
