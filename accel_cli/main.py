@@ -16,7 +16,7 @@ from accel_cli.commands.command import Group
 from accel_cli.commands.completion import install_completion, prepare_bash, show_completion
 from accel_cli.commands.options import option
 from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_process_limit
-from accel_cli.planning.options import normalize_option
+from accel_cli.planning.launch_options import normalize_option
 from accel_runtime.environment.registry import Registry
 
 __all__ = ["COMMANDS", "accel", "main"]

@@ -14,7 +14,7 @@ from accel_cli.accelerate import convert, find_deepspeed_file, read_deepspeed_fi
 from accel_cli.accelerate.config_values import normalize
 from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
-from accel_cli.planning.options import ConfigFile
+from accel_cli.planning.launch_options import ConfigFile
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.layers import flatten
 from accel_runtime.environment.accelerate import launch, megatron, sharding

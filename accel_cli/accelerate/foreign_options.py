@@ -16,8 +16,8 @@ from accel_cli.accelerate import convert
 from accel_cli.accelerate.config_file import build_config, get_kind, read_data
 from accel_cli.accelerate.variables import FP8, is_fp8, read_section
 from accel_cli.errors import UsageError
+from accel_cli.planning.launch_options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.planning.network import Endpoint
-from accel_cli.planning.options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.profile import yaml_io
 from accel_cli.profile.settings_sections import ENGINE_SECTIONS
 from accel_runtime.environment.accelerate import launch, megatron, sharding

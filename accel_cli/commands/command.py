@@ -10,7 +10,7 @@ import click
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.options import find_foreign_option, normalize_option
+from accel_cli.planning.launch_options import find_foreign_option, normalize_option
 from accel_runtime.environment.registry import Registry
 
 __all__ = ["Command", "Group", "find_unknown_options"]

@@ -425,7 +425,7 @@ def _require_file(target: Path, location: ProfileLocation | None = None) -> Path
 
 def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]:
     """Return the effective profile, and its values with their sources by dotted key."""
-    from accel_cli.planning.options import Request
+    from accel_cli.planning.launch_options import Request
     from accel_cli.profile import planner
 
     machine = planner.detect_machine(os.environ, cpu=False)

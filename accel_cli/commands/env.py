@@ -102,7 +102,7 @@ def _find_versions(packages: Iterable[str]) -> dict[str, str]:
 
 def _list_profile_values(machine: Machine) -> dict[str, str] | str:
     """Return every value of the effective profile with its source."""
-    from accel_cli.planning.options import Request
+    from accel_cli.planning.launch_options import Request
     from accel_cli.profile import planner
 
     try:

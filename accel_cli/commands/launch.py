@@ -15,7 +15,7 @@ from accel_cli.commands.command import Command, find_unknown_options
 from accel_cli.commands.completion import complete_files
 from accel_cli.commands.options import argument, build_option
 from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.planning.options import OPTIONS, SELECTION, ConfigFile, Kind, Request
+from accel_cli.planning.launch_options import OPTIONS, SELECTION, ConfigFile, Kind, Request
 
 if TYPE_CHECKING:
     from accel_cli.planning.plan import Plan

@@ -11,7 +11,7 @@ import click
 from typing_extensions import override
 
 from accel_cli.commands.completion import complete_assignments, complete_files, complete_profile_names
-from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.launch_options import LaunchOption
 
 __all__ = [
     "Argument",

@@ -30,8 +30,8 @@ log_dir_option = option(
 
 def find_log_home(log_dir: str | None) -> Path:
     """Return the folder of all runs: `log_dir`, that of the active profile, or the default one."""
+    from accel_cli.planning.launch_options import Request
     from accel_cli.planning.machine import Machine
-    from accel_cli.planning.options import Request
     from accel_cli.profile import planner
     from accel_cli.runs import run_dir
 

@@ -13,8 +13,8 @@ from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
     from accel_cli.launchers.launcher import Launcher
+    from accel_cli.planning.launch_options import LaunchOption
     from accel_cli.planning.machine import Machine
-    from accel_cli.planning.options import LaunchOption
 
 __all__ = [
     "LAUNCHERS",

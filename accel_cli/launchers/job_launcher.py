@@ -13,7 +13,7 @@ from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.launchers.launcher import DETACH, JOB_NAME, Launcher, LaunchSpec
 from accel_cli.launchers.sections import Answers, CountOrAuto, ExpandedPath, Question
-from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.launch_options import LaunchOption
 
 __all__ = [
     "Exclude",

@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sections import Answers, Section
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.machine import Machine, check_has_files
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, find_nodes
-from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.settings import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 

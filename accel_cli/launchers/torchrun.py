@@ -30,9 +30,9 @@ from accel_cli.launchers.launcher import (
 )
 from accel_cli.launchers.sections import Answers, CountOrAuto, ExpandedPath, Question
 from accel_cli.planning import network
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
-from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import (
     DEFAULT_RUN_ID,
     KEEP_DAYS,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_cli.planning.options import Kind
+from accel_cli.planning.launch_options import Kind
 
 __all__ = ["NestedLauncher", "find_nested_launcher"]
 

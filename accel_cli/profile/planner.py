@@ -20,10 +20,10 @@ from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.launcher import Launcher, LaunchSpec, Plan
 from accel_cli.planning import machine as hardware
+from accel_cli.planning.launch_options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nested_launchers import NestedLauncher, find_nested_launcher
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
-from accel_cli.planning.options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved

@@ -195,20 +195,20 @@ class DeepSpeedSection(EngineSection):
     @override
     def complete(self, resolved: Resolved) -> Resolved:
         """Return a profile with the number format and the accumulation of its JSON file, and DeepSpeed's configuration."""
-        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import json_file  # noqa: PLC0415 - it imports the profile
 
-        return config_file.apply_deepspeed_file(resolved)
+        return json_file.apply_deepspeed_file(resolved)
 
     @override
     def list_file_values(self, resolved: Resolved) -> Mapping[str, tuple[Any, str]]:
         """Return the values of the keys of the section that the JSON file sets, with their sources."""
-        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import json_file  # noqa: PLC0415 - it imports the profile
 
-        return config_file.list_file_values(resolved)
+        return json_file.list_file_values(resolved)
 
     @override
     def list_configuration(self, config: EngineConfig) -> Mapping[str, tuple[Any, str]]:
         """Return the values of a configuration of DeepSpeed by path, with their sources."""
-        from accel_cli.extensions.deepspeed import config_file  # noqa: PLC0415 - it imports the profile
+        from accel_cli.extensions.deepspeed import json_file  # noqa: PLC0415 - it imports the profile
 
-        return config_file.list_deepspeed_values(config)
+        return json_file.list_deepspeed_values(config)

@@ -17,7 +17,7 @@ from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.launcher import LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.source_files import locate_target
-from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.plan import name_target
 
 __all__ = ["Kubernetes"]

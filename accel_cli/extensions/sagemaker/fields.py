@@ -26,8 +26,8 @@ from accel_cli.launchers.sections import (
     Section,
     match,
 )
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import LaunchOption
 from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.settings import ProcessGroupBackend
 

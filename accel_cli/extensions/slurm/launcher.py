@@ -19,8 +19,8 @@ from accel_cli.launchers.job_launcher import JobLauncher, Nodes, ProcessesPerNod
 from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment
 from accel_cli.launchers.node_launch import build_command
 from accel_cli.launchers.sections import ExpandedPath, ItemError, Question, match
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.nodes import get_slurm_rendezvous
-from accel_cli.planning.options import LaunchOption
 from accel_cli.planning.plan import join_for_bash, quote_for_bash
 
 __all__ = ["Slurm"]

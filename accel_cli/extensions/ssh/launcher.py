@@ -16,7 +16,7 @@ from accel_cli.launchers import torchrun
 from accel_cli.launchers.launcher import GpuIds, Launcher, LaunchSpec, Plan
 from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, ExpandedPath, Question
-from accel_cli.planning.options import LaunchOption
+from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.plan import get_highest_rank
 
 __all__ = ["Ssh"]

@@ -15,7 +15,7 @@ from accel_cli.commands.launch import build_request, format_headline, format_pla
 from accel_cli.commands.options import argument, declare, option, pass_options
 
 if TYPE_CHECKING:
-    from accel_cli.planning.options import Request
+    from accel_cli.planning.launch_options import Request
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
 

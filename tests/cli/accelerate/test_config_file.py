@@ -11,8 +11,8 @@ from support.commands import call_accel, run_accel
 
 from accel_cli.accelerate.config_file import build_config
 from accel_cli.errors import ProfileError, UsageError
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner, yaml_io
 from accel_runtime.environment.accelerate.launch import FP8_OVERRIDES
 
@@ -347,8 +347,8 @@ def test_a_mistake_in_a_section_that_is_passed_on_is_an_error():
 
 def test_the_default_file_of_accelerate_is_named_if_there_is_no_profile(cwd, monkeypatch):
     from accel_cli.commands.launch import format_headline
+    from accel_cli.planning.launch_options import Request
     from accel_cli.planning.machine import Machine
-    from accel_cli.planning.options import Request
     from accel_cli.profile import planner
 
     monkeypatch.setenv("HF_HOME", str(cwd / "cache"))

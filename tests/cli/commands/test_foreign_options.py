@@ -10,7 +10,7 @@ import pytest
 from support.commands import call_accel
 
 from accel_cli.main import accel
-from accel_cli.planning.options import find_foreign_option, list_foreign_options, normalize_option
+from accel_cli.planning.launch_options import find_foreign_option, list_foreign_options, normalize_option
 from accel_cli.profile.schema import known_keys
 
 TORCHRUN = """

@@ -6,7 +6,7 @@ import pytest
 from support.commands import call_accel
 
 from accel_cli.commands.launch import format_headline
-from accel_cli.planning.options import Request
+from accel_cli.planning.launch_options import Request
 from accel_cli.profile import planner
 
 PRINTS = "import sys\nprint(sys.argv)\n"

@@ -25,8 +25,8 @@ from accel_cli.launchers import LAUNCHERS, list_options
 from accel_cli.launchers.launcher import DETACH
 from accel_cli.launchers.sections import Question
 from accel_cli.planning import machine
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.planning.options import Request
 from accel_cli.planning.plan import Plan
 from accel_cli.profile import planner
 

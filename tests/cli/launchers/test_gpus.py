@@ -9,8 +9,8 @@ from accel_cli.launchers.launcher import GPU_VARIABLES, LaunchSpec
 from accel_cli.launchers.single import Single
 from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import machine
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import Request
 from accel_cli.profile.planner import prepare
 from accel_cli.profile.schema import Profile
 from accel_runtime.environment.settings import Settings

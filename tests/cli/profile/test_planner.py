@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from accel_cli.errors import ProfileError, UsageError
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine, Packages, Tpu
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_cli.profile.planner import check_target
 from accel_cli.profile.store import write

@@ -10,8 +10,8 @@ from support.commands import call_accel
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker import service
 from accel_cli.launchers import LAUNCHERS
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner, yaml_io
 
 FILE = {

@@ -9,8 +9,8 @@ from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker.launcher import SageMaker
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_runtime.environment.settings import Parallel, Settings
 

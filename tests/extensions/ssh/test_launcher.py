@@ -11,8 +11,8 @@ from support.launchers.launch_specs import build_spec
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.ssh.launcher import Ssh
 from accel_cli.launchers.torchrun import Torchrun
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_cli.profile.layers import parse_assignments
 from accel_cli.profile.store import write

@@ -10,9 +10,9 @@ from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.launcher import Xla
 from accel_cli.launchers.launcher import LaunchSpec
+from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine, Packages, Tpu
 from accel_cli.planning.nodes import NodeLayout
-from accel_cli.planning.options import Request
 from accel_cli.profile import planner
 from accel_runtime.environment.settings import Settings
 

@@ -12,7 +12,7 @@ from support.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.xla import tpu_pod
-from accel_cli.planning.options import Request
+from accel_cli.planning.launch_options import Request
 from accel_cli.profile import planner, yaml_io
 
 GCLOUD = """#!/bin/bash
