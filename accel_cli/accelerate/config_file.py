@@ -18,7 +18,7 @@ from accel_cli.planning.launch_options import ConfigFile
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.layers import flatten
 from accel_runtime.environment.accelerate import launch, megatron, sharding
-from accel_runtime.environment.accelerate.setting import Section, Setting
+from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 
 __all__ = ["build_config", "get_kind", "read_config", "read_data"]
 
@@ -150,7 +150,7 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
     )
 
 
-def _find_engine(data: Mapping[str, Any]) -> Section | None:
+def _find_engine(data: Mapping[str, Any]) -> ConfigSection | None:
     """Return the section of an engine that a profile does not have, and that replaces `parallel:` and `fully_shard:`."""
     if get_kind(data) == megatron.MEGATRON_LM.distributed_type:
         return megatron.MEGATRON_LM
@@ -165,7 +165,7 @@ def _is_job(data: Mapping[str, Any]) -> bool:
     return normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
 
 
-def _select_convertible(data: Mapping[str, Any], engine: Section | None) -> dict[str, Any]:
+def _select_convertible(data: Mapping[str, Any], engine: ConfigSection | None) -> dict[str, Any]:
     """Return the keys that are converted to a profile; the others are passed on."""
     left_out = {sharding.PARALLELISM.key} if engine else set()
     if is_fp8(data):
@@ -191,7 +191,7 @@ def _list_used(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _select_passed(
     variables: Mapping[str, str],
-    engine: Section | None,
+    engine: ConfigSection | None,
     left: Iterable[tuple[str, str]],
     *,
     is_8bit: bool,
@@ -220,7 +220,7 @@ def _find_variable(line: str) -> str:
 
 
 def _list_unused(
-    left: Iterable[tuple[str, str]], passed: Mapping[str, str], engine: Section | None
+    left: Iterable[tuple[str, str]], passed: Mapping[str, str], engine: ConfigSection | None
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys with their values that have no effect, with reasons: neither in a profile nor passed on."""
     for line, reason in left:

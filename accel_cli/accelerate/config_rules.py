@@ -42,7 +42,7 @@ from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
 from accel_runtime.environment.accelerate import launch, megatron, sagemaker, sharding
-from accel_runtime.environment.accelerate.setting import Section, Setting
+from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import find_nearest
 
@@ -313,7 +313,7 @@ def _build_rules(settings: Iterable[Setting]) -> dict[str, KeyRule]:
     return {setting.key: _build_rule(setting) for setting in settings if setting.key}
 
 
-def _build_section(section: Section) -> dict[str, KeyRule]:
+def _build_section(section: ConfigSection) -> dict[str, KeyRule]:
     others = {"*": drop(section.reason, *section.off)} if section.reason else {}
     return {**_build_rules(section.settings), **others}
 

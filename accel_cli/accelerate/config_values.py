@@ -11,8 +11,8 @@ from accel_cli.console import mask_secrets
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sagemaker, sharding
-from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting, Values
-from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.accelerate.setting import Choices, ConfigSection, IntegerRange, Setting, Values
+from accel_runtime.environment.accelerate.sharding import Fsdp1Strategy
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
 __all__ = [
@@ -247,7 +247,7 @@ def parse_or(values: Values, value: Any, default: Any) -> Any:
         return default
 
 
-def parse_strategy(value: Any) -> Strategy:
+def parse_strategy(value: Any) -> Fsdp1Strategy:
     """Return a sharding strategy of FSDP1, also from its number, or from FSDP2's `reshard_after_forward`."""
     word = build_parser(sharding.SHARDING_STRATEGY.values)(value).lower()
     strategy = sharding.find_strategy({"true": "full_shard", "false": "shard_grad_op"}.get(word, word))
@@ -261,7 +261,7 @@ SHARDING_TYPES = {
 """The `distributed_type` that uses a section."""
 
 
-def add_prefix(values: Mapping[str, Any], section: Section) -> dict[str, Any]:
+def add_prefix(values: Mapping[str, Any], section: ConfigSection) -> dict[str, Any]:
     """Return the values of a section that are set, by full key; Accelerate adds the prefix to keys without it."""
     prefix = section.prefix
     return {
@@ -361,7 +361,7 @@ class AccelerateConfig:
         return add_prefix(self.fsdp_config, sharding.FSDP)
 
     @property
-    def fsdp_strategy(self) -> Strategy:
+    def fsdp_strategy(self) -> Fsdp1Strategy:
         """Return the strategy of `fsdp_config`, in the terms of FSDP1."""
         value = self.fsdp.get(sharding.SHARDING_STRATEGY.key)
         if value is None or normalize(self.fsdp.get(sharding.VERSION.key, 1)) != "1":

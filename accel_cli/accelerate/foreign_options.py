@@ -21,14 +21,14 @@ from accel_cli.planning.network import Endpoint
 from accel_cli.profile import yaml_io
 from accel_cli.profile.settings_sections import ENGINE_SECTIONS
 from accel_runtime.environment.accelerate import launch, megatron, sharding
-from accel_runtime.environment.accelerate.setting import Section, Setting
+from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 
 __all__ = ["OptionTranslation", "translate"]
 
 _DEFAULT_PORT = 29500
 """The port of the first node in Accelerate and in torchrun."""
 _SECTIONS = (sharding.FSDP, sharding.DEEPSPEED, megatron.MEGATRON_LM, sharding.PARALLELISM, launch.FP8)
-_SWITCHES: Mapping[str, Section] = {
+_SWITCHES: Mapping[str, ConfigSection] = {
     sharding.USE_FSDP.option: sharding.FSDP,
     sharding.USE_DEEPSPEED.option: sharding.DEEPSPEED,
     megatron.USE_MEGATRON_LM.option: megatron.MEGATRON_LM,
@@ -270,7 +270,7 @@ def _is_foreign_value(name: str, value: str) -> bool:
     )
 
 
-def _find_setting(name: str) -> tuple[Section, Setting] | None:
+def _find_setting(name: str) -> tuple[ConfigSection, Setting] | None:
     """Return the setting of an option of sharding or of 8-bit formats, with its section."""
     for section in _SECTIONS:
         for setting in section.settings:
@@ -499,7 +499,7 @@ def _add_deepspeed(
     command: _Command,
     before: ConfigFile,
     after: ConfigFile,
-    options: Mapping[str, tuple[Section, Setting]],
+    options: Mapping[str, tuple[ConfigSection, Setting]],
     typed: Mapping[str, _Option],
 ) -> bool:
     """Add the keys of the section `deepspeed` that options change, compared to the file; return whether it is used."""
@@ -543,7 +543,7 @@ def _choose_kind(command: _Command, kinds: Sequence[str]) -> str:
 
 
 def _merge(
-    command: _Command, kind: str, options: Mapping[str, tuple[Section, Setting]], *, is_8bit: bool
+    command: _Command, kind: str, options: Mapping[str, tuple[ConfigSection, Setting]], *, is_8bit: bool
 ) -> dict[str, Any]:
     """Return the config file with the options as its keys."""
     nodes = _find_nodes(command) or int(command.values.get("--nnodes", 1))
@@ -567,7 +567,7 @@ def _merge(
 
 def _check_switches(
     command: _Command,
-    options: Mapping[str, tuple[Section, Setting]],
+    options: Mapping[str, tuple[ConfigSection, Setting]],
     kind: str,
     merged: Mapping[str, Any],
     *,
@@ -590,7 +590,7 @@ def _check_switches(
 
 def _check_effect(
     unused: Iterable[tuple[str, str]],
-    options: Mapping[str, tuple[Section, Setting]],
+    options: Mapping[str, tuple[ConfigSection, Setting]],
     typed: Mapping[str, _Option],
 ) -> None:
     """Raise if an option has no effect."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_cli.accelerate.config_values import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
 from accel_runtime.environment.accelerate import launch, megatron, sharding
-from accel_runtime.environment.accelerate.setting import IntegerRange, Section, Setting
+from accel_runtime.environment.accelerate.setting import ConfigSection, IntegerRange, Setting
 
 __all__ = ["FP8", "build_variables", "is_fp8", "read_section"]
 
@@ -56,7 +56,7 @@ def is_fp8(data: Mapping[str, Any]) -> bool:
     return normalize(data.get(launch.MIXED_PRECISION.key)) == FP8
 
 
-def read_section(data: Mapping[str, Any], section: Section) -> dict[str, Any]:
+def read_section(data: Mapping[str, Any], section: ConfigSection) -> dict[str, Any]:
     """Return the values of a section that are set, by full key."""
     values = data.get(section.key)
     return add_prefix(values, section) if isinstance(values, Mapping) else {}
@@ -74,7 +74,7 @@ def _is_on(value: Any) -> bool:
     return normalize(value) in {"true", "1"}
 
 
-def _build_section(section: Section, data: Mapping[str, Any]) -> dict[str, str]:
+def _build_section(section: ConfigSection, data: Mapping[str, Any]) -> dict[str, str]:
     """Return the variables of a section's keys, with the defaults of Accelerate's launcher."""
     values = read_section(data, section)
     variables = {}
@@ -90,7 +90,7 @@ def _build_section(section: Section, data: Mapping[str, Any]) -> dict[str, str]:
     return variables
 
 
-def _format(value: Any, setting: Setting, section: Section) -> str:
+def _format(value: Any, setting: Setting, section: ConfigSection) -> str:
     if isinstance(value, (list, tuple)):
         # A list of modules is a regular expression in Accelerate.
         separator = "|" if setting is sharding.IGNORED_MODULES else ","

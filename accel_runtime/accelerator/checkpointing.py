@@ -28,7 +28,7 @@ from accel_runtime.environment.text import print_note
 from accel_runtime.foundation.options import ProjectConfiguration
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers
 from accel_runtime.storage.any_store import open_store
-from accel_runtime.storage.errors import CheckpointError, DamageError, PartError, errors_on_all_ranks
+from accel_runtime.storage.errors import CheckpointError, DamageError, NodePartError, errors_on_all_ranks
 from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.store import Store, list_numbered, next_number
@@ -309,11 +309,11 @@ class Checkpointing:
         for candidate in candidates:
             try:
                 checkpoint = self._load_checkpoint(None, position, strict=strict, candidate=candidate)
-            except (PartError, DamageError) as error:
+            except (NodePartError, DamageError) as error:
                 if candidate is candidates[-1]:
                     raise
                 if is_first:
-                    reason = error.reason if isinstance(error, PartError) else error.problems[0]
+                    reason = error.reason if isinstance(error, NodePartError) else error.problems[0]
                     print_note(f"checkpoint_{candidate.number} is not used: {reason}")
             else:
                 saves.record_load(candidate, candidates)
@@ -392,7 +392,7 @@ class Checkpointing:
             if part is None:
                 checkpoint = loading.open(choose, _normalize(input_dir), verify=has_hooks)
             else:
-                checkpoint = loading.open_part(part.key, part.save, verify=has_hooks)
+                checkpoint = loading.open_node_part(part.key, part.save, verify=has_hooks)
             loaded_by_hooks: list[int] = []
             if self._load_hooks:
                 with errors_on_all_ranks(all_gather):

@@ -287,7 +287,7 @@ def _check_index(name: str, index: int | None, count: int) -> int:
     return index
 
 
-class StateView(ProcessMethods):
+class ProcessStateView(ProcessMethods):
     """Base of `PartialState` and `AcceleratorState`."""
 
     @property
@@ -338,7 +338,7 @@ class StateView(ProcessMethods):
         return "\n".join(f"{name}: {value}" for name, value in self._repr_fields().items())
 
 
-class PartialState(StateView):
+class PartialState(ProcessStateView):
     """State of this process among the ranks, for scripts that train nothing.
 
     The process joins the process group, unless an `Accelerator` or `PartialState` of this thread has joined it already; then
@@ -364,7 +364,7 @@ class PartialState(StateView):
             torch.accelerator.set_device_index(self.device.index)
 
 
-class AcceleratorState(StateView):
+class AcceleratorState(ProcessStateView):
     """State of an `Accelerator`: the process, the number format, and the plugins.
 
     A script that creates one gets the state of the newest `Accelerator` of this thread.

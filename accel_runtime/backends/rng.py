@@ -21,7 +21,7 @@ from accel_runtime.backends import current_data_rank, seed_device
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.text import encode_text
 from accel_runtime.foundation.keywords import check_keywords_of
-from accel_runtime.storage.schema import Count, Rule
+from accel_runtime.storage.schema import Count, ValueRule
 
 __all__ = [
     "KINDS",
@@ -262,7 +262,7 @@ def hash_text(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(encode_text(text), digest_size=8).digest(), "little") >> 1
 
 
-_Kind = Annotated[str, Rule("the name of a generator", lambda kind: kind.isidentifier())]
+_Kind = Annotated[str, ValueRule("the name of a generator", lambda kind: kind.isidentifier())]
 
 
 @dataclass(frozen=True)

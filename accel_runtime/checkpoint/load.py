@@ -41,7 +41,7 @@ from accel_runtime.storage.errors import (
     AllGatherObjects,
     CheckpointError,
     DamageError,
-    PartError,
+    NodePartError,
     check_same_directory,
     describe_error,
     errors_on_all_ranks,
@@ -135,7 +135,7 @@ class LoadOperation:
                 time.sleep(_STALE_S)
             self.close()
 
-    def open_part(self, key: str, save: str, *, verify: bool = False) -> Checkpoint:
+    def open_node_part(self, key: str, save: str, *, verify: bool = False) -> Checkpoint:
         """Return this node's part of a checkpoint, under the key that this rank passes; all ranks read the same save.
 
         Raises:
@@ -149,7 +149,7 @@ class LoadOperation:
                 step.share(None if found == save else f"{key} was replaced")
             except CheckpointError as error:
                 step.share(str(error))
-        raise_part_error(step.values)
+        raise_node_part_error(step.values)
         self._verified = verify and self._verify(self._snapshot, self._snapshot.checkpoint.manifest.items)
         return self._snapshot.checkpoint
 
@@ -262,7 +262,7 @@ class LoadOperation:
             left_out = [] if lack else self._check_fit(checkpoint, reader, items)
             lack = lack or reader.find_missing_tensor()
             step.share((lack, not lack and snapshot.is_remote and reader.fits_memory()))
-        raise_part_error([lack for lack, _ in step.values])
+        raise_node_part_error([lack for lack, _ in step.values])
         if all(fits for _, fits in step.values):
             is_current = self._stage(reader, snapshot)
         else:
@@ -321,8 +321,8 @@ class LoadOperation:
     def _verify(self, snapshot: Snapshot, names: Sequence[str]) -> bool:
         """Compare items with their checksums; raise damage, or return False if the checkpoint was replaced meanwhile."""
         checkpoint = snapshot.checkpoint
-        is_part = self._is_on_nodes or checkpoint.manifest.is_part
-        ranks = self._node_ranks if is_part else range(self._world_size)
+        is_node_part = self._is_on_nodes or checkpoint.manifest.is_node_part
+        ranks = self._node_ranks if is_node_part else range(self._world_size)
         chunks = select_rank_files(checkpoint.manifest, names, ranks.index(self._rank), len(ranks))
         with errors_on_all_ranks(self._all_gather) as step:
             damage = find_damage(snapshot, chunks)
@@ -459,7 +459,7 @@ class StateReader:
 
     def find_missing_tensor(self) -> str | None:
         """Return a sentence if this part does not have every element that this rank reads of a tensor; None if it has."""
-        if not self._manifest.is_part:
+        if not self._manifest.is_node_part:
             return None
         self._plan()
         assert self._targets is not None
@@ -525,7 +525,7 @@ class StateReader:
                 raise CheckpointError(
                     f"{self._key}: {name} is of dtype {entry.dtype!r}, which torch {torch.__version__} does not have"
                 )
-            if not self._manifest.is_part and entry.bytes != math.prod(entry.shape) * dtype.itemsize:
+            if not self._manifest.is_node_part and entry.bytes != math.prod(entry.shape) * dtype.itemsize:
                 raise CheckpointError(
                     f"{self._key}: {name} is {entry.dtype} of shape {list(entry.shape)}, and its parts have "
                     f"{entry.bytes} bytes"
@@ -555,7 +555,7 @@ class StateReader:
 
         def read_file(name: str) -> None:
             for read in files[name]:
-                _read_box(self._snapshot, read.chunk, read.dtype, read.item, read.target)
+                _read_region(self._snapshot, read.chunk, read.dtype, read.item, read.target)
 
         parallel_map(read_file, files)
 
@@ -594,10 +594,10 @@ def _empty_like(entry: TensorEntry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
 
 
-def _read_box(
+def _read_region(
     snapshot: Snapshot, chunk: Chunk, dtype: torch.dtype, item: ReadItem, target: torch.Tensor
 ) -> None:
-    """Read a box of a chunk: contiguous rows from the file, then the requested columns of them."""
+    """Read a region of a chunk: contiguous rows from the file, then the requested columns of them."""
     sizes, offsets, lengths = chunk.sizes, tuple(item.storage_offsets), tuple(item.lengths)
     row = math.prod(sizes[1:]) * dtype.itemsize
     start, rows = (chunk.start + offsets[0] * row, lengths[0]) if sizes else (chunk.start, 1)
@@ -626,7 +626,7 @@ def find_missing_rank(
     `moved` is whether other ranks have saved it, so that states that differ between ranks are merged, or taken from rank 0.
     """
     manifest = checkpoint.manifest
-    for item in items if manifest.is_part else ():
+    for item in items if manifest.is_node_part else ():
         if not manifest.is_rank_specific(item.name):
             continue
         needed = {0 if moved else rank}
@@ -651,10 +651,10 @@ def find_unread(
     return None
 
 
-def raise_part_error(reasons: Sequence[str | None]) -> None:
-    """Raise `PartError` if a rank cannot use its part, given the reasons of all ranks."""
+def raise_node_part_error(reasons: Sequence[str | None]) -> None:
+    """Raise `NodePartError` if a rank cannot use its part, given the reasons of all ranks."""
     if failed := [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]:
-        raise PartError("; ".join(failed[:_SHOWN]))
+        raise NodePartError("; ".join(failed[:_SHOWN]))
 
 
 _RUN_BYTES = 1 << 25
@@ -663,7 +663,7 @@ _RUN_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class TensorRead:
-    """A box of a chunk, and the tensor that it is read into."""
+    """A region of a chunk, and the tensor that it is read into."""
 
     name: str
     """Name of the tensor, for errors."""
@@ -671,13 +671,13 @@ class TensorRead:
     dtype: torch.dtype
     """Number format of the chunk."""
     item: ReadItem
-    """The box."""
+    """The region."""
     target: torch.Tensor
-    """Tensor of the box's sizes, on any device and of any dtype."""
+    """Tensor of the region's sizes, on any device and of any dtype."""
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return the bytes of the chunk to read: all, or the blocks that contain the rows of the box."""
+        """Return the bytes of the chunk to read: all, or the blocks that contain the rows of the region."""
         chunk = self.chunk
         if not chunk.blocks:
             return 0, chunk.bytes
@@ -689,15 +689,15 @@ class TensorRead:
     @property
     def takes_all(self) -> bool:
         """Return whether the target has the memory of the bytes to read."""
-        box = tuple(self.item.storage_offsets), tuple(self.item.lengths)
-        is_full = box == ((0,) * len(self.chunk.sizes), tuple(self.chunk.sizes))
+        region = tuple(self.item.storage_offsets), tuple(self.item.lengths)
+        is_full = region == ((0,) * len(self.chunk.sizes), tuple(self.chunk.sizes))
         target = self.target
         is_plain = target.device.type == "cpu" and target.dtype == self.dtype and target.is_contiguous()
         return is_full and is_plain
 
 
 def read_tensors(snapshot: Snapshot, reads: Iterable[TensorRead]) -> None:
-    """Read boxes into their targets, in a few threads.
+    """Read regions into their targets, in a few threads.
 
     Raises:
         CheckpointError: If bytes do not have their checksum, or a file ends before.
@@ -705,15 +705,15 @@ def read_tensors(snapshot: Snapshot, reads: Iterable[TensorRead]) -> None:
     """
     runs: list[list[TensorRead]] = []
     for read in sorted(reads, key=lambda read: (read.chunk.file, read.chunk.start + read.bounds[0])):
-        if runs and _may_join(runs[-1], read):
+        if runs and _may_merge(runs[-1], read):
             runs[-1].append(read)
         else:
             runs.append([read])
     parallel_map(lambda run: _read_run(snapshot, run), runs)
 
 
-def _may_join(run: Sequence[TensorRead], read: TensorRead) -> bool:
-    """Return whether a box continues the bytes of a run, which stays small enough."""
+def _may_merge(run: Sequence[TensorRead], read: TensorRead) -> bool:
+    """Return whether a region continues the bytes of a run, which stays small enough."""
     (start, _), end = _locate(run[0]), max(_locate(each)[1] for each in run[-2:])
     first, last = _locate(read)
     return read.chunk.file == run[0].chunk.file and first <= end and last - start <= _RUN_BYTES
@@ -739,7 +739,7 @@ def _read_run(snapshot: Snapshot, run: Sequence[TensorRead]) -> None:
     for read in run:
         first, last = _locate(read)
         _verify(snapshot, read, data[first - start : last - start])
-        _copy_box(read, memory[first - start : last - start])
+        _copy_region(read, memory[first - start : last - start])
 
 
 def _fill(snapshot: Snapshot, file: str, start: int, data: memoryview) -> None:
@@ -748,7 +748,7 @@ def _fill(snapshot: Snapshot, file: str, start: int, data: memoryview) -> None:
 
 
 def _verify(snapshot: Snapshot, read: TensorRead, data: memoryview) -> None:
-    """Raise `CheckpointError` if the bytes of a box do not have their checksums."""
+    """Raise `CheckpointError` if the bytes of a region do not have their checksums."""
     chunk, (first, last) = read.chunk, read.bounds
     if (first, last) == (0, chunk.bytes):
         is_equal = xxhash.xxh3_64_hexdigest(data) == chunk.checksum
@@ -763,8 +763,8 @@ def _verify(snapshot: Snapshot, read: TensorRead, data: memoryview) -> None:
         raise CheckpointError(f"{location} is damaged: {read.name} does not have its checksum")
 
 
-def _copy_box(read: TensorRead, data: torch.Tensor) -> None:
-    """Copy a box out of the bytes of its chunk, or of the blocks that contain it."""
+def _copy_region(read: TensorRead, data: torch.Tensor) -> None:
+    """Copy a region out of the bytes of its chunk, or of the blocks that contain it."""
     sizes, dtype = read.chunk.sizes, read.dtype
     offsets, lengths = tuple(read.item.storage_offsets), tuple(read.item.lengths)
     if not sizes:

@@ -1,11 +1,11 @@
 """Save a checkpoint in three exchanges between the ranks.
 
-1. `Opening`: rank 0 has begun the draft, and every rank sends digests of its state, from which all compute one plan.
-2. `Written`: every rank has written its files, and sends their entries to rank 0.
+1. `SaveProposal`: rank 0 has begun the draft, and every rank sends digests of its state, from which all compute one plan.
+2. `WriteReport`: every rank has written its files, and sends their entries to rank 0.
 3. The outcome: rank 0 has committed the draft, or removed it, and sends why.
 
 There is one more exchange if the script has save hooks (`StateDigest` after them), if the state differs between ranks or nodes
-need not see the draft (`Details`), and if the state is copied for a save in the background. A step that fails on one rank
+need not see the draft (`TensorHashes`), and if the state is copied for a save in the background. A step that fails on one rank
 raises the same error on all ranks at the end of its exchange. Before the first exchange, `Backend.wait_for_ranks` finds ranks that
 do not call `save_state` (collectives/stalls.py); the ranks that do may then save without them. docs/design/saving.md has the reasons and the sizes.
 """
@@ -29,13 +29,13 @@ import torch
 from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.checkpoint.save_plan import (
-    Details,
     FileSet,
     ItemDigest,
-    Part,
     PlannedFile,
     ShardSet,
     StateDigest,
+    TensorHashes,
+    TensorShard,
     check_same_items,
     describe_layout,
     find_rank_specific,
@@ -99,7 +99,7 @@ class SaveTarget:
 
 
 @dataclass(frozen=True)
-class Opening:
+class SaveProposal:
     """Sent in the first exchange."""
 
     directory: str | None
@@ -113,7 +113,7 @@ class Opening:
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteReport:
     """Sent to rank 0 in the second exchange."""
 
     tensors: Mapping[str, TensorEntry]
@@ -147,9 +147,9 @@ class RankState:
         """Return the names of the tensors of items, in order."""
         return sorted(name for name in self.tensors if item_of_tensor(name) in items)
 
-    def list_parts(self, names: Sequence[str]) -> tuple[Part, ...]:
+    def list_parts(self, names: Sequence[str]) -> tuple[TensorShard, ...]:
         """Return the parts of tensors that this rank has."""
-        return tuple(Part.from_tensor(name, self.tensors[name]) for name in names)
+        return tuple(TensorShard.from_tensor(name, self.tensors[name]) for name in names)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class SaveOperation:
     ) -> None:
         self._group, self._store, self._run, self._shared = group, store, dict(run or {}), shared
         self._ranks = tuple(range(group.size)) if ranks is None else tuple(ranks)
-        self._first, self._is_part = self._ranks[0], len(self._ranks) < group.size
+        self._first, self._is_node_part = self._ranks[0], len(self._ranks) < group.size
         self._replicas, self._to_host = replicas, to_host
         self._draft: Draft | None = None
         self._state = RankState()
@@ -244,8 +244,8 @@ class SaveOperation:
                 self._draft = _begin_free_draft(target, self._store)
                 free_bytes = self._draft.free_space()
             address = None if self._draft is None else self._draft.address
-            step.share(Opening(target.directory, address, free_bytes, state))
-        openings: Sequence[Opening] = step.values
+            step.share(SaveProposal(target.directory, address, free_bytes, state))
+        openings: Sequence[SaveProposal] = step.values
         self._address = openings[self._first].draft
         with self._abort_on_error():
             check_same_directory("save_state", [opening.directory for opening in openings])
@@ -254,7 +254,7 @@ class SaveOperation:
         self._has_hooks = None in digests
         if self._has_hooks:
             with self._step() as step:
-                draft = self._join()
+                draft = self._attach()
                 if call_hooks is not None:
                     call_hooks(draft.directory())
                 if not draft.is_shared:
@@ -265,7 +265,7 @@ class SaveOperation:
         assert self._address is not None
         free_bytes = openings[self._first].free_bytes
         # The size of a part is not known: ranks do not exchange those of their shards.
-        if not self._is_part and self.plan.bytes > free_bytes:
+        if not self._is_node_part and self.plan.bytes > free_bytes:
             with self._abort_on_error():
                 raise CheckpointError(
                     f"Not enough space in {split_key(self._address.key)[0]}: the checkpoint needs "
@@ -310,7 +310,7 @@ class SaveOperation:
         weights = {digest.weights for digest in digests}
         is_drifted = len(weights) > 1 and None not in weights
         holders = self._ranks
-        differing: dict[int, list[Part]] = {}
+        differing: dict[int, list[TensorShard]] = {}
         if self._group.size > 1 and (items or is_drifted or not self._shared):
             names = self._state.list_tensors(items)
             has_layouts = bool(find_differing(lambda item: item.layout))
@@ -322,11 +322,11 @@ class SaveOperation:
 
     def _exchange_details(
         self, names: Sequence[str], *, send_parts: bool, send_weights: bool
-    ) -> Sequence[Details]:
+    ) -> Sequence[TensorHashes]:
         """Exchange the hashes of tensors of items that differ, and compare the weights if they do."""
         state = self._state
         with self._step() as step:
-            draft = self._join()
+            draft = self._attach()
             sharded = next((name for name, tensor in state.tensors.items() if is_sharded(tensor)), None)
             if sharded and not draft.is_shared:
                 raise CheckpointError(
@@ -336,7 +336,7 @@ class SaveOperation:
             hashes = tuple(state.hashes[name] for name in names)
             parts = state.list_parts(names) if send_parts else ()
             weights = state.weights.text if send_weights and state.weights else ""
-            step.share(Details(draft.is_shared, hashes, parts, weights))
+            step.share(TensorHashes(draft.is_shared, hashes, parts, weights))
         if send_weights and self._replicas is not None and state.weights is not None:
             self._replicas.compare(state.weights, [details.weights for details in step.values])
         return step.values
@@ -346,7 +346,7 @@ class SaveOperation:
         digests: Sequence[StateDigest],
         differing_values: frozenset[str],
         holders: Sequence[int],
-        rank_specific: Mapping[int, Sequence[Part]],
+        rank_specific: Mapping[int, Sequence[TensorShard]],
     ) -> SavePlan:
         """Plan the files of this rank, and count those of all."""
         rank, tensors = self._group.rank, self._state.tensors
@@ -361,7 +361,7 @@ class SaveOperation:
                 replicas.setdefault(shards, []).append(number)
         for shards, ranks in replicas.items():
             sets.append(FileSet(tuple(ranks), dict(shards.num_files), self._state.shards.get(shards, ())))
-        of_ranks, small = [], list[Part]()
+        of_ranks, small = [], list[TensorShard]()
         for number, parts in rank_specific.items():
             named = [replace(part, name=rank_tensor_name(part.name, number)) for part in parts]
             large = [part for part in named if part.bytes > self._max_small and number in holders]
@@ -382,7 +382,7 @@ class SaveOperation:
             for part in small
             if part.name in is_own
         }
-        if self._is_part:
+        if self._is_node_part:
             sharded = [part for part in self._state.list_parts(common) if is_sharded(tensors[part.name])]
             self._sharded = {part.name: TensorEntry(part.dtype, part.shape, ()) for part in sharded}
         return SavePlan(
@@ -397,7 +397,7 @@ class SaveOperation:
     def stage(self, staging: StagingBuffers) -> None:
         """Copy what this rank writes, so that training can continue during the write."""
         with self._step():
-            self._join()
+            self._attach()
             self._small = {name: tensor.clone() for name, tensor in self._small.items()}
             self._sources = staging.copy_tensors(self._sources)
             self._state.tensors = {}
@@ -420,18 +420,18 @@ class SaveOperation:
             if committing.error is not None:
                 problem = format_problems([committing.problem, *[None] * (group.size - 1)])
             raise_problem(group.broadcast(problem), committing.error or writing.error)
-        self._join().close()
+        self._attach().close()
         return manifest
 
-    def _write(self) -> Written:
+    def _write(self) -> WriteReport:
         """Write the files of this rank, and those of its hooks."""
-        draft = self._join()
+        draft = self._attach()
         tensors = self._put_files(self.plan.files)
         self._sources = {}
         if self._has_hooks and draft.is_shared:
             self._files |= draft.put_hook_files(self._names_not_of_hooks())
         values = {name: self._state.values[name] for name in self.plan.differing_values}
-        return Written(tensors, self._files, values, self._small)
+        return WriteReport(tensors, self._files, values, self._small)
 
     def _names_not_of_hooks(self) -> frozenset[str]:
         """Return the names of files in the draft that hooks have not written."""
@@ -439,7 +439,7 @@ class SaveOperation:
 
     def _put_files(self, files: Sequence[PlannedFile]) -> dict[str, TensorEntry]:
         """Write files; return their tensors."""
-        written = parallel_map(self._put_file, files, waits_for_network=self._join().is_remote)
+        written = parallel_map(self._put_file, files, waits_for_network=self._attach().is_remote)
         return {name: entry for tensors in written for name, entry in tensors}
 
     def _put_file(self, file: PlannedFile) -> list[tuple[str, TensorEntry]]:
@@ -454,7 +454,7 @@ class SaveOperation:
             )
             for part in file.parts
         ]
-        draft = self._join()
+        draft = self._attach()
         metadata = {"format": "pt", "save": draft.address.save}
         written = write_safetensors(partial(draft.put, file.name), parts, metadata)
         self._files[file.name] = written.file
@@ -466,7 +466,7 @@ class SaveOperation:
             entries.append((part.name, TensorEntry(part.dtype, part.shape, (chunk,))))
         return entries
 
-    def _commit(self, reports: Mapping[int, Written]) -> Manifest:
+    def _commit(self, reports: Mapping[int, WriteReport]) -> Manifest:
         """Write the small tensors of all ranks, and commit the draft; on the first rank that writes it."""
         written = list(reports.values())
         self._sources = {name: tensor for each in written for name, tensor in each.small.items()}
@@ -476,7 +476,7 @@ class SaveOperation:
         )
         differing = self.plan.differing_values
         manifest = Manifest(
-            save=self._join().address.save,
+            save=self._attach().address.save,
             saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             world_size=self._group.size,
             step=self._num_steps,
@@ -493,16 +493,16 @@ class SaveOperation:
             files={name: file for each in written for name, file in each.files.items()} | self._files,
             class_names=self._state.class_names,
             run=self._run,
-            ranks=self._ranks if self._is_part else (),
+            ranks=self._ranks if self._is_node_part else (),
         )
-        self._join().commit(manifest)
+        self._attach().commit(manifest)
         return manifest
 
-    def _join(self) -> Draft:
+    def _attach(self) -> Draft:
         """Return the draft of this rank; open that of rank 0 at the first call."""
         if self._draft is None:
             assert self._address is not None
-            self._draft = self._store.join(self._address)
+            self._draft = self._store.attach(self._address)
             if self._shared and not self._draft.is_shared:
                 raise CheckpointError(
                     f"This node does not see {self._address.location}, which rank 0 created: a checkpoint needs a directory "

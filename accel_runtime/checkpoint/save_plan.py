@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from accel_runtime.checkpoint.state_items import is_sharded
-from accel_runtime.parallel.dtensor import box_of
+from accel_runtime.parallel.dtensor import region_of
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import TensorEntry, hash_bytes, item_of_tensor
 from accel_runtime.storage.schema import FieldError
 from accel_runtime.storage.tensor_file import shard_file_name
 
 __all__ = [
-    "Details",
     "FileSet",
     "ItemDigest",
-    "Part",
     "PlannedFile",
     "ShardSet",
     "StateDigest",
+    "TensorHashes",
+    "TensorShard",
     "check_same_items",
     "describe_layout",
     "find_rank_specific",
@@ -49,7 +49,7 @@ _FILES = 16
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A tensor, or the shard of one, that a rank can write."""
 
     name: str
@@ -66,10 +66,10 @@ class Part:
     """Size of the part."""
 
     @classmethod
-    def from_tensor(cls, name: str, tensor: torch.Tensor) -> Part:
+    def from_tensor(cls, name: str, tensor: torch.Tensor) -> TensorShard:
         """Return the part of a tensor that this rank has."""
         try:
-            offsets, sizes = box_of(tensor, name)
+            offsets, sizes = region_of(tensor, name)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         dtype, nbytes = str(tensor.dtype).removeprefix("torch."), math.prod(sizes) * tensor.dtype.itemsize
@@ -86,7 +86,7 @@ class PlannedFile:
     """A file with parts of one item."""
 
     item: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorShard, ...]
     name: str = ""
     """Name in the checkpoint; empty until the files of all ranks are counted."""
 
@@ -136,37 +136,37 @@ def _describe_sharding(tensor: Any) -> str:
 
 def group_shards(tensors: Mapping[str, torch.Tensor]) -> dict[ShardSet, tuple[PlannedFile, ...]]:
     """Return the shards of this rank by their kind, split into files. Empty shards are left out."""
-    kinds: dict[str, list[Part]] = {}
+    kinds: dict[str, list[TensorShard]] = {}
     for name, tensor in tensors.items():
         if is_sharded(tensor):
-            part = Part.from_tensor(name, tensor)
+            part = TensorShard.from_tensor(name, tensor)
             # An empty tensor is written by the rank with its first shard.
             if part.bytes or not (tensor.numel() or any(part.offsets)):
                 kinds.setdefault(_describe_sharding(tensor), []).append(part)
     groups = {}
     for kind, parts in kinds.items():
         files = split_parts(parts)
-        boxes = repr([(part.name, part.offsets, part.sizes) for part in parts])
+        regions = repr([(part.name, part.offsets, part.sizes) for part in parts])
         counts = tuple(_count_files(files).items())
-        groups[ShardSet(hash_bytes(kind.encode()), hash_bytes(boxes.encode()), counts)] = files
+        groups[ShardSet(hash_bytes(kind.encode()), hash_bytes(regions.encode()), counts)] = files
     return groups
 
 
-def split_replicated_parts(parts: Sequence[Part], num_ranks: int) -> tuple[PlannedFile, ...]:
+def split_replicated_parts(parts: Sequence[TensorShard], num_ranks: int) -> tuple[PlannedFile, ...]:
     """Split tensors that any of the ranks can write into files, a few for each rank."""
     share = sum(part.bytes for part in parts) // num_ranks
     limit = _FILE_BYTES if num_ranks == 1 else max(_MIN_FILE_BYTES, min(_FILE_BYTES, share // 2))
     return _split(parts, max(limit, share // _FILES))
 
 
-def split_parts(parts: Sequence[Part]) -> tuple[PlannedFile, ...]:
+def split_parts(parts: Sequence[TensorShard]) -> tuple[PlannedFile, ...]:
     """Split the parts that one rank writes, or one of its replicas, into files."""
     return _split(parts, max(_FILE_BYTES, sum(part.bytes for part in parts) // _FILES))
 
 
-def _split(parts: Sequence[Part], limit: int) -> tuple[PlannedFile, ...]:
-    files: list[tuple[str, list[Part]]] = []
-    open_files: dict[str, list[Part]] = {}
+def _split(parts: Sequence[TensorShard], limit: int) -> tuple[PlannedFile, ...]:
+    files: list[tuple[str, list[TensorShard]]] = []
+    open_files: dict[str, list[TensorShard]] = {}
     filled: Counter[str] = Counter()
     for part in parts:
         item = item_of_tensor(part.name)
@@ -246,7 +246,7 @@ def merge_tensors(
         merged[name] = replace(entries[0], chunks=tuple(chunks))
         try:
             merged[name].check()
-            merged[name].check_coverage(is_part=part is not None and name in part)
+            merged[name].check_coverage(is_node_part=part is not None and name in part)
         except FieldError as error:
             raise CheckpointError(f"Cannot save {name}: its chunks {error}. Report this error.") from error
     return merged
@@ -277,14 +277,14 @@ class StateDigest:
 
 
 @dataclass(frozen=True)
-class Details:
+class TensorHashes:
     """Tensors of the items that differ between ranks, sent in a further exchange if there are any."""
 
     sees_draft: bool
     """Whether this node sees the draft, so that this rank can write into it."""
     hashes: tuple[int | None, ...]
     """Hash of each tensor, in the order of the names; None for shards."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorShard, ...]
     """The tensors, if not all ranks have the same ones; else empty."""
     weights: str
     """Hashes of all weights, if their digests differ; else empty."""
@@ -305,7 +305,9 @@ def check_same_items(digests: Sequence[StateDigest]) -> None:
         )
 
 
-def find_rank_specific(own: Sequence[Part], details: Sequence[Details]) -> dict[int, list[Part]]:
+def find_rank_specific(
+    own: Sequence[TensorShard], details: Sequence[TensorHashes]
+) -> dict[int, list[TensorShard]]:
     """Return the tensors of each rank that differ between ranks, or that some ranks do not have."""
     ranks = [
         {part.name: (part, value) for part, value in zip(each.parts or own, each.hashes, strict=True)}

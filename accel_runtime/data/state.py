@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from typing_extensions import Self, override
 
 from accel_runtime.backends.rng import RandomStates
-from accel_runtime.storage.schema import Count, FieldError, Rule
+from accel_runtime.storage.schema import Count, FieldError, ValueRule
 
 __all__ = [
     "DatasetState",
@@ -62,7 +62,9 @@ class MapStyleState(_EpochState):
     """Offset in an epoch of a map-style dataset."""
 
     kind: ClassVar[str] = "map_style"
-    seed: Annotated[int, Rule("an integer of 64 bits", lambda seed: -(2**63) <= seed < 2**64)] | None = None
+    seed: Annotated[int, ValueRule("an integer of 64 bits", lambda seed: -(2**63) <= seed < 2**64)] | None = (
+        None
+    )
     """Seed of shuffled orders, which are drawn from it and the number of the epoch."""
     workers_persist: bool = False
     """If true, the workers are those of an earlier epoch, and no seed is drawn for them."""
@@ -160,7 +162,7 @@ class PreshardedState:
     kind: ClassVar[str] = "presharded"
     offset: Count = 0
     """Number of steps before the next batch."""
-    world_size: Annotated[int, Rule("at least 1", lambda size: size > 0)] | None = None
+    world_size: Annotated[int, ValueRule("at least 1", lambda size: size > 0)] | None = None
     """Number of data ranks that saved the state; None if it is valid for any number."""
     local: MapStyleState | StreamState | None = None
     """State of the rank's own data; None at the start of the first epoch."""

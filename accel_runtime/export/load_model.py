@@ -18,7 +18,7 @@ from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliase
 from accel_runtime.foundation.module_names import match_names, state_dict
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers, list_meta_tensors
-from accel_runtime.parallel.dtensor import ShardBox, box_of, local_shard
+from accel_runtime.parallel.dtensor import ShardRegion, local_shard, region_of
 from accel_runtime.storage.any_store import locate_file
 from accel_runtime.storage.errors import (
     AllGatherObjects,
@@ -29,8 +29,8 @@ from accel_runtime.storage.errors import (
 from accel_runtime.storage.schema import (
     Count,
     FieldError,
-    Rule,
     Shape,
+    ValueRule,
     is_inside,
     parse_strict_json,
     read_value,
@@ -173,7 +173,7 @@ def _describe_mismatch(name: str, stored: Any, live: Any) -> str | None:
 
 
 _PlainName = Annotated[
-    str, Rule("the name of a file in its directory", lambda name: is_inside(name) and "/" not in name)
+    str, ValueRule("the name of a file in its directory", lambda name: is_inside(name) and "/" not in name)
 ]
 
 
@@ -231,7 +231,7 @@ class WeightLoader:
                 state, _list_computed(model, state), rank=self.rank, world_size=self.world_size
             )
             for name, tensor in state.items():
-                box_of(tensor, name)
+                region_of(tensor, name)
             weights.verify(self.rank, self.world_size)
         with ExitStack() as stack:
             with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
@@ -251,7 +251,7 @@ class WeightLoader:
             for name, tensor in state_dict(model, keep_vars=True).items():
                 if id(tensor) not in done:
                     done.add(id(tensor))
-                    read_into(local_shard(tensor), slices[name], box_of(tensor, name))
+                    read_into(local_shard(tensor), slices[name], region_of(tensor, name))
 
 
 def _list_computed(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -309,8 +309,8 @@ class TensorSlice:
         return tensor
 
 
-_Code = Annotated[str, Rule("a dtype of safetensors", lambda code: code in _DTYPES)]
-_Range = Annotated[tuple[Count, ...], Rule("start and end", lambda offsets: len(offsets) == 2)]  # noqa: PLR2004
+_Code = Annotated[str, ValueRule("a dtype of safetensors", lambda code: code in _DTYPES)]
+_Range = Annotated[tuple[Count, ...], ValueRule("start and end", lambda offsets: len(offsets) == 2)]  # noqa: PLR2004
 
 
 @dataclass(frozen=True)
@@ -367,18 +367,18 @@ def _check_order(entries: Mapping[str, _HeaderEntry], size: int) -> None:
         raise ValueError("it is truncated")
 
 
-def read_into(target: torch.Tensor, stored: TensorSlice, box: ShardBox) -> None:
-    """Read a box of a tensor in a file into memory of the same shape."""
+def read_into(target: torch.Tensor, stored: TensorSlice, region: ShardRegion) -> None:
+    """Read a region of a tensor in a file into memory of the same shape."""
     if not target.numel():
         return
     try:
         with stored.file.open() as read:
-            for start, sizes in _split_box(stored, box):
+            for start, sizes in _split_region(stored, region):
                 index = tuple(
                     slice(offset, offset + length) for offset, length in zip(start, sizes, strict=True)
                 )
-                offsets = tuple(first + second for first, second in zip(box.offsets, start, strict=True))
-                target[index].copy_(_read_box(read, stored, ShardBox(offsets, sizes)))
+                offsets = tuple(first + second for first, second in zip(region.offsets, start, strict=True))
+                target[index].copy_(_read_region(read, stored, ShardRegion(offsets, sizes)))
     except OSError as error:
         raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
 
@@ -387,18 +387,20 @@ def are_equal(first: TensorSlice, second: TensorSlice) -> bool:
     """Return whether two tensors in files have equal shapes and values; nan equals nan."""
     if first.shape != second.shape:
         return False
-    full = ShardBox((0,) * len(first.shape), first.shape)
+    full = ShardRegion((0,) * len(first.shape), first.shape)
     wider = first if first.dtype.itemsize >= second.dtype.itemsize else second
-    for offsets, sizes in _split_box(wider, full):
-        left, right = (_open_and_read(tensor, ShardBox(offsets, sizes)) for tensor in (first, second))
+    for offsets, sizes in _split_region(wider, full):
+        left, right = (_open_and_read(tensor, ShardRegion(offsets, sizes)) for tensor in (first, second))
         if not (torch.equal(left, right) or torch.allclose(left, right.to(left.dtype), 0, 0, equal_nan=True)):
             return False
     return True
 
 
-def _split_box(stored: TensorSlice, box: ShardBox) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Split a box into parts of `_BLOCK` bytes; yield offsets in the box, and sizes."""
-    sizes, count, dimension = box.sizes, stored.dtype.itemsize, len(box.sizes)
+def _split_region(
+    stored: TensorSlice, region: ShardRegion
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Split a region into parts of `_BLOCK` bytes; yield offsets in the region, and sizes."""
+    sizes, count, dimension = region.sizes, stored.dtype.itemsize, len(region.sizes)
     while dimension and count * sizes[dimension - 1] <= _BLOCK:
         dimension -= 1
         count *= sizes[dimension]
@@ -415,27 +417,27 @@ def _split_box(stored: TensorSlice, box: ShardBox) -> Iterator[tuple[tuple[int, 
             )
 
 
-def _open_and_read(stored: TensorSlice, box: ShardBox) -> torch.Tensor:
+def _open_and_read(stored: TensorSlice, region: ShardRegion) -> torch.Tensor:
     with stored.file.open() as read:
-        return _read_box(read, stored, box)
+        return _read_region(read, stored, region)
 
 
-def _read_box(read: ReadRange, stored: TensorSlice, box: ShardBox) -> torch.Tensor:
-    wide = _widen_rows(stored, box)
+def _read_region(read: ReadRange, stored: TensorSlice, region: ShardRegion) -> torch.Tensor:
+    wide = _widen_rows(stored, region)
     buffer = torch.empty(wide.sizes, dtype=stored.dtype)
     remaining = tensor_bytes(buffer)
     for start, length in iterate_runs(stored.shape, wide.offsets, wide.sizes, stored.dtype.itemsize):
         read(remaining[:length], stored.start + start)
         remaining = remaining[length:]
-    for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
+    for dimension, (offset, length) in enumerate(zip(*region, strict=True)):
         buffer = buffer.narrow(dimension, offset - wide.offsets[dimension], length)
     return buffer
 
 
-def _widen_rows(stored: TensorSlice, box: ShardBox) -> ShardBox:
-    """Extend a box to full rows if its own are short and the result is small."""
-    if not box.sizes or box.sizes[-1] == stored.shape[-1]:
-        return box
-    is_short = box.sizes[-1] * stored.dtype.itemsize < _SHORT_ROW
-    wide = ShardBox((*box.offsets[:-1], 0), (*box.sizes[:-1], stored.shape[-1]))
-    return wide if is_short and math.prod(wide.sizes) * stored.dtype.itemsize <= 2 * _BLOCK else box
+def _widen_rows(stored: TensorSlice, region: ShardRegion) -> ShardRegion:
+    """Extend a region to full rows if its own are short and the result is small."""
+    if not region.sizes or region.sizes[-1] == stored.shape[-1]:
+        return region
+    is_short = region.sizes[-1] * stored.dtype.itemsize < _SHORT_ROW
+    wide = ShardRegion((*region.offsets[:-1], 0), (*region.sizes[:-1], stored.shape[-1]))
+    return wide if is_short and math.prod(wide.sizes) * stored.dtype.itemsize <= 2 * _BLOCK else region

@@ -37,7 +37,7 @@ __all__ = [
     "capture_buckets",
     "compile_call",
     "compile_like",
-    "compute_shard_box",
+    "compute_shard_region",
     "copy_attributes",
     "copy_loader",
     "default_store",
@@ -250,7 +250,7 @@ def generate_numpy_state(base_seed: int, worker_id: int) -> Any:
     return generate_state(base_seed, worker_id)
 
 
-def compute_shard_box(
+def compute_shard_region(
     shape: torch.Size, mesh: Any, placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of this rank's shard, as `torch.distributed.checkpoint` computes them."""

@@ -38,8 +38,8 @@ from accel_runtime.observe.flops import StepFlops
 from accel_runtime.observe.progress import (
     LoaderEpoch,
     MeasuredProgress,
-    Part,
     Progress,
+    StepPart,
     StepParts,
     count_batches,
 )
@@ -84,11 +84,11 @@ _LOCAL = threading.local()
 
 
 _NUMBERS_BY_PART = {
-    Part.DATA: _DATA_NS,
-    Part.FORWARD: _FORWARD_NS,
-    Part.BACKWARD: _BACKWARD_NS,
-    Part.UPDATE: _UPDATE_NS,
-    Part.WAIT: _WAIT_NS,
+    StepPart.DATA: _DATA_NS,
+    StepPart.FORWARD: _FORWARD_NS,
+    StepPart.BACKWARD: _BACKWARD_NS,
+    StepPart.UPDATE: _UPDATE_NS,
+    StepPart.WAIT: _WAIT_NS,
 }
 _NO_PART = -1
 _TEXT_SIZE = BEAT_TEXT_RANGE.stop - BEAT_TEXT_RANGE.start
@@ -189,7 +189,7 @@ class Heartbeat(MeasuredProgress):
         if stepped not in others:
             others.add(stepped)
             if len(others) > 1:
-                self.begin_part(Part.REST)
+                self.begin_part(StepPart.REST)
                 return
         elif len(others) > 1:
             others.clear()
@@ -217,7 +217,7 @@ class Heartbeat(MeasuredProgress):
         if self._flops is not None and self._flops.check_step(self):
             self._flops = None
         if parts is not None and parts.is_whole:
-            parts.begin(Part.REST)
+            parts.begin(StepPart.REST)
             self._add_measured(parts, now)
         if parts is not None and self.steps > _NUM_FIRST and now - parts.begin_ns < _LONG_STEP_NS:
             self._end_parts()
@@ -226,7 +226,7 @@ class Heartbeat(MeasuredProgress):
         else:
             # Optimizers may step in a backward pass, in hooks of parameters.
             is_backward = parts is not None and parts.is_backward
-            part = Part.BACKWARD if is_backward else Part.REST
+            part = StepPart.BACKWARD if is_backward else StepPart.REST
             self._begin_parts(StepParts(now, part, is_backward=is_backward))
 
     def _begin_parts(self, parts: StepParts) -> None:
@@ -249,7 +249,7 @@ class Heartbeat(MeasuredProgress):
         others = min(steps - 1, (now - numbers[_SAMPLED_NS] - length) / length)
         for part, number in _NUMBERS_BY_PART.items():
             numbers[number] += round((1 + others) * parts.times[part])
-        numbers[_OWN_NS] += round((1 + others) * (length - parts.times[Part.WAIT]))
+        numbers[_OWN_NS] += round((1 + others) * (length - parts.times[StepPart.WAIT]))
         self._num_samples += 1
         self._add_entry(now, is_kept=self._num_samples % self._samples_an_entry == 0)
 

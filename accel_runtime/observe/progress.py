@@ -19,9 +19,9 @@ from accel_runtime.observe.call_sites import CallSite
 __all__ = [
     "LoaderEpoch",
     "MeasuredProgress",
-    "Part",
     "Progress",
     "ProgressCounts",
+    "StepPart",
     "StepParts",
     "TorchEpoch",
     "count_batches",
@@ -312,7 +312,7 @@ def count_batches(epochs: Iterable[LoaderEpoch]) -> int:
     return sum(epoch.returned - epoch.first for epoch in epochs)
 
 
-class Part(Enum):
+class StepPart(Enum):
     """Part of a step."""
 
     DATA = "data"
@@ -340,16 +340,16 @@ class StepParts:
     """
 
     def __init__(
-        self, now: int, part: Part = Part.REST, *, is_whole: bool = True, is_backward: bool = False
+        self, now: int, part: StepPart = StepPart.REST, *, is_whole: bool = True, is_backward: bool = False
     ) -> None:
         self.begin_ns = self.since_ns = now
         self.part, self.is_whole = part, is_whole
-        self.times = dict.fromkeys(Part, 0)
+        self.times = dict.fromkeys(StepPart, 0)
         """Time of each part that has ended, in ns."""
         self.is_backward = is_backward
         self._num_waits, self._around_wait = 0, part
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: StepPart) -> None:
         """Begin another part."""
         now = monotonic_ns()
         self.times[self.part] += now - self.since_ns
@@ -358,26 +358,26 @@ class StepParts:
     def begin_backward(self) -> None:
         """Begin a backward pass."""
         self.is_backward = True
-        if self.part is Part.REST:  # of a script that loads its data itself
-            self.part = Part.FORWARD
-        self.begin(Part.BACKWARD)
+        if self.part is StepPart.REST:  # of a script that loads its data itself
+            self.part = StepPart.FORWARD
+        self.begin(StepPart.BACKWARD)
 
     def complete_gradients(self) -> None:
         """Record that the gradients of this rank are complete; the pass may wait for those of the other ranks."""
-        if self.is_backward and self.part is Part.BACKWARD:
-            self.begin(Part.WAIT)
+        if self.is_backward and self.part is StepPart.BACKWARD:
+            self.begin(StepPart.WAIT)
 
     def end_backward(self) -> None:
         """End the backward pass."""
         self.is_backward = False
-        self.begin(Part.UPDATE)
+        self.begin(StepPart.UPDATE)
 
     def begin_wait(self) -> None:
         """Begin to wait for other ranks, within another part."""
         self._num_waits += 1
         if self._num_waits == 1:
             self._around_wait = self.part
-            self.begin(Part.WAIT)
+            self.begin(StepPart.WAIT)
 
     def end_wait(self) -> None:
         """End the wait, and continue the part around it."""
@@ -400,7 +400,7 @@ class MeasuredProgress(Progress):
     def _record(self, parts: StepParts) -> None:
         """Record that another part has begun."""
 
-    def begin_part(self, part: Part) -> None:
+    def begin_part(self, part: StepPart) -> None:
         """Begin a part: a wait for a batch, what follows it, or what follows a loop."""
         if self.parts is not None:
             self.parts.begin(part)

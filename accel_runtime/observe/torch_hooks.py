@@ -19,7 +19,7 @@ from accel_runtime.observe.import_hooks import call_after_import, call_after_tor
 from accel_runtime.observe.throughput import TOKENS_KEY, count_elements, count_samples
 
 if TYPE_CHECKING:
-    from accel_runtime.observe.progress import MeasuredProgress, Part, TorchEpoch
+    from accel_runtime.observe.progress import MeasuredProgress, StepPart, TorchEpoch
 
 __all__ = ["TorchHooks", "observe", "watch_progress"]
 
@@ -165,20 +165,20 @@ class TorchHooks:
         for replacement in self._parts:
             replacement.remove()
 
-    def find_part(self) -> Part:
+    def find_part(self) -> StepPart:
         """Return the part of a step that the followed thread is in, by its stack."""
-        from accel_runtime.observe.progress import Part  # noqa: PLC0415 - as above
+        from accel_runtime.observe.progress import StepPart  # noqa: PLC0415 - as above
 
         frame = sys._current_frames().get(self._thread)  # noqa: SLF001
         while frame is not None:
             if frame.f_code in self._epochs.codes:
-                return Part.DATA
+                return StepPart.DATA
             if frame.f_globals.get("__name__") == "torch.autograd" and frame.f_code.co_name == "backward":
-                return Part.BACKWARD
+                return StepPart.BACKWARD
             if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
-                return Part.WAIT
+                return StepPart.WAIT
             frame = frame.f_back
-        return Part.REST
+        return StepPart.REST
 
 
 class _Replacement:
@@ -379,7 +379,7 @@ class _TorchEpochs:
             epoch.release()
 
     def _build_next(self, replacement: _Replacement) -> Callable[..., Any]:
-        from accel_runtime.observe.progress import Part  # noqa: PLC0415 - as above
+        from accel_runtime.observe.progress import StepPart  # noqa: PLC0415 - as above
 
         def load(iterator: Any) -> Any:
             progress = self._hooks.find()
@@ -387,16 +387,16 @@ class _TorchEpochs:
                 self._end_epoch(id(iterator))
             if progress is None or self._depth:  # a data set may have a loader of its own
                 return replacement.original(iterator)
-            progress.begin_part(Part.DATA)
+            progress.begin_part(StepPart.DATA)
             self._depth += 1
             try:
                 batch = replacement.original(iterator)
             except StopIteration:
-                progress.begin_part(Part.REST)
+                progress.begin_part(StepPart.REST)
                 raise
             finally:
                 self._depth -= 1
-            progress.begin_part(Part.FORWARD)
+            progress.begin_part(StepPart.FORWARD)
             if id(iterator) in self._examined:
                 self._examine(id(iterator), iterator, batch)
             return batch

@@ -19,7 +19,7 @@ from accel_runtime.storage.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 from accel_runtime.foundation.torch_internals import (
-    compute_shard_box,
+    compute_shard_region,
     fsdp_parameter_groups,
     gathered_parameters,
     is_fsdp_module,
@@ -33,8 +33,7 @@ from accel_runtime.foundation.torch_internals import (
 )
 
 __all__ = [
-    "ShardBox",
-    "box_of",
+    "ShardRegion",
     "class_of",
     "gather_parameters",
     "gather_state_dict",
@@ -47,6 +46,7 @@ __all__ = [
     "map_shard",
     "read_unsynced_gradients",
     "refuse_sharded_saves",
+    "region_of",
     "reshard_models",
     "restore_unsynced_gradients",
     "shard_like",
@@ -62,7 +62,7 @@ def class_of(model: nn.Module) -> str:
     return name.removeprefix("FSDP") if sharded else name
 
 
-class ShardBox(NamedTuple):
+class ShardRegion(NamedTuple):
     """Offsets and sizes of a shard in the full tensor."""
 
     offsets: tuple[int, ...]
@@ -81,36 +81,36 @@ def map_shard(tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Ten
     return _build_dtensor(function(local_shard(tensor)), tensor, tensor.stride())
 
 
-def box_of(tensor: torch.Tensor, name: str) -> ShardBox:
-    """Return the box of this rank in a tensor.
+def region_of(tensor: torch.Tensor, name: str) -> ShardRegion:
+    """Return the region of this rank in a tensor.
 
-    Raises ValueError if its placements are partial, or a shard is not one box.
+    Raises ValueError if its placements are partial, or a shard is not one region.
     """
     if not hasattr(tensor, "device_mesh"):
-        return ShardBox((0,) * tensor.dim(), tuple(tensor.shape))
+        return ShardRegion((0,) * tensor.dim(), tuple(tensor.shape))
     sharded: Any = tensor
     _check_placements(sharded, name)
-    box = ShardBox(*compute_shard_box(tensor.shape, sharded.device_mesh, sharded.placements))
-    if box.sizes != tuple(local_shard(tensor).shape):
+    region = ShardRegion(*compute_shard_region(tensor.shape, sharded.device_mesh, sharded.placements))
+    if region.sizes != tuple(local_shard(tensor).shape):
         raise ValueError(
             f"{name} of shape {list(tensor.shape)} cannot be saved: tensor parallelism and fully_shard split it into shards of "
             f"unequal size, whose offsets are unknown ({sharded.placements}). Choose a tp that divides it."
         )
-    return box
+    return region
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     """Shard a full tensor, equal on all ranks, like another one; nothing is sent."""
     if not hasattr(like, "device_mesh"):
         return full
-    shard = _narrow(full, box_of(like, name)).clone(memory_format=torch.contiguous_format)
+    shard = _narrow(full, region_of(like, name)).clone(memory_format=torch.contiguous_format)
     sharded: Any = like
     return _build_dtensor(shard.to(local_shard(like).device), sharded, like.stride())
 
 
-def _narrow(full: torch.Tensor, box: ShardBox) -> torch.Tensor:
+def _narrow(full: torch.Tensor, region: ShardRegion) -> torch.Tensor:
     """Return a view of a shard; the offset of an empty one may be past the end."""
-    for dimension, (offset, length) in enumerate(zip(*box, strict=True)):
+    for dimension, (offset, length) in enumerate(zip(*region, strict=True)):
         full = full.narrow(dimension, min(offset, full.shape[dimension]), length)
     return full
 
@@ -327,8 +327,8 @@ def restore_unsynced_gradients(
             stride, gradient = gradient.stride(), gradient.to(sharded.device).clone()
             # `fully_shard` accumulates a shard if tensor parallelism shards the parameter too.
             if (spec := unsharded_spec(sharded)) is not None:
-                box = ShardBox(*compute_shard_box(spec.shape, spec.mesh, spec.placements))
-                gradient = _build_dtensor(_narrow(gradient, box).contiguous(), spec, stride)
+                region = ShardRegion(*compute_shard_region(spec.shape, spec.mesh, spec.placements))
+                gradient = _build_dtensor(_narrow(gradient, region).contiguous(), spec, stride)
         set_unsharded_gradient(sharded, gradient)
 
 

@@ -126,9 +126,9 @@ class AnyStore(Store):
         """Begin a save."""
         return self.choose(key).begin(key, save, new=new)
 
-    def join(self, address: DraftAddress) -> Draft:
+    def attach(self, address: DraftAddress) -> Draft:
         """Return the draft of another process."""
-        return self.choose(address.key).join(address)
+        return self.choose(address.key).attach(address)
 
     def open(self, key: str) -> Snapshot:
         """Open a checkpoint."""

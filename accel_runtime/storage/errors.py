@@ -15,7 +15,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveStep",
     "DamageError",
-    "PartError",
+    "NodePartError",
     "RequestError",
     "StoreError",
     "catch_error",
@@ -65,7 +65,7 @@ class DamageError(CheckpointError):
         self.problems = list(problems)
 
 
-class PartError(CheckpointError):
+class NodePartError(CheckpointError):
     """The parts of a checkpoint on the disks of the nodes lack what a rank needs; raised on all ranks, and nothing has changed."""
 
     def __init__(self, reason: str) -> None:

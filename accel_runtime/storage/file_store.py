@@ -38,7 +38,7 @@ from accel_runtime.storage.manifest import (
     hash_file,
     parse_number,
 )
-from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store, join_key
+from accel_runtime.storage.store import Draft, DraftAddress, Snapshot, Store, child_key
 
 __all__ = ["FileStore", "explain_separate_nodes", "identify_candidates", "retry_while_changing"]
 
@@ -68,7 +68,7 @@ class FileStore(Store):
         scratch, lock = create_scratch(target, save, self.disk, new=new)
         return FileDraft(DraftAddress(os.fspath(target), save, os.fspath(scratch)), self.disk, lock)
 
-    def join(self, address: DraftAddress) -> FileDraft:
+    def attach(self, address: DraftAddress) -> FileDraft:
         """Return the draft on another process, which may be on a node that does not see the scratch directory."""
         is_shared = self.disk.sees(Path(address.location))
         return FileDraft(address, self.disk, None, is_first=False, is_shared=is_shared)
@@ -92,7 +92,7 @@ class FileStore(Store):
                 is_checkpoint = sibling[2] != "removing"
             if is_checkpoint and (folder / name).is_dir():
                 names.add(sibling[1] if sibling else name)
-        return [join_key(parent, name) for name in sorted(names)]
+        return [child_key(parent, name) for name in sorted(names)]
 
     def exists(self, key: str) -> bool:
         """Return whether a file or directory of this name, or a scratch directory beside it, exists."""

@@ -25,8 +25,8 @@ from accel_runtime.storage.schema import (
     Checksum,
     Count,
     FieldError,
-    Rule,
     Shape,
+    ValueRule,
     Word,
     describe,
     is_inside,
@@ -74,25 +74,25 @@ _TEXT = re.compile(r'\{"checksum":"([0-9a-f]{16})",\n"checkpoint":(\{.*\})\}\n',
 _NAME_AND_RANK = re.compile(r"(?s)[^#]+(#\d{1,7})?")
 _FileName = Annotated[
     str,
-    Rule(
+    ValueRule(
         "the name of a file inside a checkpoint",
         lambda name: is_inside(name) and name not in {NAME, UNFINISHED},
     ),
 ]
 _TensorName = Annotated[
     str,
-    Rule("the name of a tensor", lambda name: "/" in name and _NAME_AND_RANK.fullmatch(name)),
+    ValueRule("the name of a tensor", lambda name: "/" in name and _NAME_AND_RANK.fullmatch(name)),
 ]
-_Dtype = Annotated[str, Rule("the name of a dtype", re.compile(r"[a-z][a-z0-9_]{0,40}").fullmatch)]
+_Dtype = Annotated[str, ValueRule("the name of a dtype", re.compile(r"[a-z][a-z0-9_]{0,40}").fullmatch)]
 _Time = Annotated[
     str,
-    Rule(
+    ValueRule(
         "a time such as 2026-11-21T15:00:00Z",
         re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", re.ASCII).fullmatch,
     ),
 ]
-_HeaderChecksum = Annotated[str, Rule("16 hexadecimal digits", re.compile("([0-9a-f]{16})?").fullmatch)]
-_WorldSize = Annotated[int, Rule("from 1 to 2**20", lambda size: 1 <= size <= 1 << 20)]
+_HeaderChecksum = Annotated[str, ValueRule("16 hexadecimal digits", re.compile("([0-9a-f]{16})?").fullmatch)]
+_WorldSize = Annotated[int, ValueRule("from 1 to 2**20", lambda size: 1 <= size <= 1 << 20)]
 _MAX_SPLIT = 6
 """Dimensions along which the chunks of a tensor may be split; a mesh of processes has fewer."""
 _MAX_BESIDE = 256
@@ -163,9 +163,9 @@ class TensorEntry:
         """Return whether the chunks cover the tensor exactly once."""
         return _is_covered(self.shape, [(chunk.offsets, chunk.sizes) for chunk in self.chunks])
 
-    def check_coverage(self, *, is_part: bool) -> None:
+    def check_coverage(self, *, is_node_part: bool) -> None:
         """Raise `FieldError` if the chunks do not cover the tensor exactly once; chunks of a part must not overlap."""
-        if is_part:
+        if is_node_part:
             if _have_overlap([chunk for chunk in self.chunks if chunk.bytes]):
                 raise FieldError("cover elements twice", ("chunks",))
         elif not self.is_complete:
@@ -229,7 +229,7 @@ class Manifest:
     """
 
     @property
-    def is_part(self) -> bool:
+    def is_node_part(self) -> bool:
         """Return whether this is the part of one node, and other nodes have the rest."""
         return bool(self.ranks)
 
@@ -239,7 +239,7 @@ class Manifest:
 
     def find_incomplete(self, item: str) -> str | None:
         """Return a tensor of an item of which this part does not have every element; None if there is none."""
-        if not self.is_part:
+        if not self.is_node_part:
             return None
         return next((name for name in self.tensors_of(item) if not self.tensors[name].is_complete), None)
 
@@ -308,7 +308,7 @@ class Manifest:
         """Raise `FieldError` if chunks do not cover their tensor; those of a part may leave out elements."""
         for name, entry in self.tensors.items():
             try:
-                entry.check_coverage(is_part=self.is_part)
+                entry.check_coverage(is_node_part=self.is_node_part)
             except FieldError as error:
                 raise error.inside("tensors", name) from None
 
@@ -391,7 +391,7 @@ class Manifest:
     def text(self) -> str:
         """Return the text of the manifest file, which begins with its own checksum."""
         content = {"version": VERSION} | asdict(self)
-        if not self.is_part:
+        if not self.is_node_part:
             del content["ranks"]
         for chunk in (chunk for tensor in content["tensors"].values() for chunk in tensor["chunks"]):
             if not chunk["blocks"]:
@@ -511,13 +511,13 @@ def _overlap(first: Chunk, second: Chunk) -> bool:
     )
 
 
-def _is_covered(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether every element is in exactly one box; all boxes are inside the shape.
+def _is_covered(shape: Sequence[int], regions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Return whether every element is in exactly one region; all regions are inside the shape.
 
-    The mixed difference of the number of boxes over an element is zero except at their corners, where it is 1 or -1.
-    Boxes cover a tensor exactly once if these differences add up to those of the tensor, so that the time is linear.
+    The mixed difference of the number of regions over an element is zero except at their corners, where it is 1 or -1.
+    Regions cover a tensor exactly once if these differences add up to those of the tensor, so that the time is linear.
     """
-    filled = [box for box in boxes if math.prod(box[1])]
+    filled = [region for region in regions if math.prod(region[1])]
     if sum(math.prod(sizes) for _, sizes in filled) != math.prod(shape):
         return False
     if len(filled) == 1:

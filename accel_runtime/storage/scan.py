@@ -14,7 +14,7 @@ from accel_runtime.storage.file_store import FileStore, identify_candidates, ret
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.formats import FORMATS, find_format
 from accel_runtime.storage.manifest import NAME, UNFINISHED, Checkpoint, checkpoint_name, parse_number
-from accel_runtime.storage.store import Store, join_key, parallel_map, split_key
+from accel_runtime.storage.store import Store, child_key, parallel_map, split_key
 
 __all__ = [
     "CheckpointEntry",
@@ -104,7 +104,7 @@ def _scan_objects(url: str, store: Store) -> CheckpointScan:
     own = _read_object_entry(url, store)
     if own.checkpoint is not None or not isinstance(own.error, AbsentError):
         return CheckpointScan(split_key(url)[0], [own], [])
-    parent = join_key(url, "checkpoints")
+    parent = child_key(url, "checkpoints")
     keys = store.list(parent)
     if not keys:
         parent, keys = url, store.list(url)

@@ -1,6 +1,6 @@
 """Read and write frozen dataclasses as JSON or state dicts, one checker for all of them. Imports no torch at the top.
 
-A record is a frozen dataclass. The annotation of a field is its type, or a name of the module for a type with `Rule`s as
+A record is a frozen dataclass. The annotation of a field is its type, or a name of the module for a type with `ValueRule`s as
 metadata of `Annotated`; relations between fields are in the method `check`. Unknown fields are ignored, since a newer
 version may have added them. Records of a union have a class variable `kind`, which is written with their fields.
 """
@@ -29,8 +29,8 @@ __all__ = [
     "Checksum",
     "Count",
     "FieldError",
-    "Rule",
     "Shape",
+    "ValueRule",
     "Word",
     "describe",
     "is_inside",
@@ -50,7 +50,7 @@ _MAX_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
-class Rule:
+class ValueRule:
     """A condition on a value; `expected` completes "should be"."""
 
     expected: str
@@ -76,16 +76,16 @@ class FieldError(ValueError):
         )
 
 
-Count = Annotated[int, Rule("from 0 to 2**63 - 1", lambda number: 0 <= number <= _MAX_COUNT)]
+Count = Annotated[int, ValueRule("from 0 to 2**63 - 1", lambda number: 0 <= number <= _MAX_COUNT)]
 Shape = Annotated[
     tuple[Count, ...],
-    Rule(f"at most {_MAX_DIMENSIONS} long", lambda sizes: len(sizes) <= _MAX_DIMENSIONS),
+    ValueRule(f"at most {_MAX_DIMENSIONS} long", lambda sizes: len(sizes) <= _MAX_DIMENSIONS),
 ]
 Checksum = Annotated[
     str,
-    Rule("16 hexadecimal digits", re.compile("[0-9a-f]{16}").fullmatch),
+    ValueRule("16 hexadecimal digits", re.compile("[0-9a-f]{16}").fullmatch),
 ]
-Word = Annotated[str, Rule("at most 1000 characters long", lambda text: len(text) <= 1000)]  # noqa: PLR2004
+Word = Annotated[str, ValueRule("at most 1000 characters long", lambda text: len(text) <= 1000)]  # noqa: PLR2004
 
 
 def read_value(kind: Any, value: Any) -> Any:
@@ -167,7 +167,7 @@ def _build_kind_reader(kinds: Sequence[Any], *, optional: bool) -> Callable[[Any
     return read
 
 
-def _build_rule_reader(read_base: Callable[[Any], Any], rules: Sequence[Rule]) -> Callable[[Any], Any]:
+def _build_rule_reader(read_base: Callable[[Any], Any], rules: Sequence[ValueRule]) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         result = read_base(value)
         for rule in rules:

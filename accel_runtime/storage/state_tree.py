@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from accel_runtime.storage.schema import Count, FieldError, Rule, read_value
+from accel_runtime.storage.schema import Count, FieldError, ValueRule, read_value
 
 __all__ = ["KEY", "MAX_LEVELS", "TensorNode", "get_children", "list_tensor_names"]
 
@@ -19,12 +19,12 @@ _MAX_DEPTH = 3 * MAX_LEVELS + 20
 """Largest depth of JSON: a dict with other keys than text is an object, a list, and a list for each pair."""
 
 _Items = list[Any]
-_Pairs = list[Annotated[list[Any], Rule("a pair of key and value", lambda pair: len(pair) == 2)]]  # noqa: PLR2004
-_Name = Annotated[str, Rule("a name", lambda text: bool(re.fullmatch(r"[A-Za-z][\w:.]*", text)))]
+_Pairs = list[Annotated[list[Any], ValueRule("a pair of key and value", lambda pair: len(pair) == 2)]]  # noqa: PLR2004
+_Name = Annotated[str, ValueRule("a name", lambda text: bool(re.fullmatch(r"[A-Za-z][\w:.]*", text)))]
 
-_TensorKind = Annotated[str, Rule("'tensor'", lambda text: text == "tensor")]
+_TensorKind = Annotated[str, ValueRule("'tensor'", lambda text: text == "tensor")]
 _Hexadecimal = Annotated[
-    str, Rule("a hexadecimal number", lambda text: bool(re.fullmatch("-?0x[0-9a-f]+", text)))
+    str, ValueRule("a hexadecimal number", lambda text: bool(re.fullmatch("-?0x[0-9a-f]+", text)))
 ]
 
 
@@ -108,7 +108,8 @@ _NODES: Mapping[str, Any] = {
 }
 """Schema of a node, by its kind."""
 _KIND = Annotated[
-    str, Rule(f"one of {', '.join(sorted(_NODES))}", lambda kind: isinstance(kind, str) and kind in _NODES)
+    str,
+    ValueRule(f"one of {', '.join(sorted(_NODES))}", lambda kind: isinstance(kind, str) and kind in _NODES),
 ]
 
 

@@ -31,8 +31,8 @@ __all__ = [
     "RepeatableStream",
     "Snapshot",
     "Store",
+    "child_key",
     "find_previous_checkpoint",
-    "join_key",
     "list_numbered",
     "next_number",
     "numbered_key",
@@ -77,7 +77,7 @@ class DraftAddress:
 class Draft(ABC):
     """A checkpoint that is being written, in one of the processes that write it.
 
-    The process that has called `Store.begin` commits; all others get their draft from `Store.join`. Each of them calls
+    The process that has called `Store.begin` commits; all others get their draft from `Store.attach`. Each of them calls
     `close` at the end, after `commit` or `discard` too.
     """
 
@@ -231,7 +231,7 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def join(self, address: DraftAddress) -> Draft:
+    def attach(self, address: DraftAddress) -> Draft:
         """Return the draft that another process has begun."""
 
     @abstractmethod
@@ -324,7 +324,7 @@ class Store(ABC):
         return key in self.list(split_key(key)[0])
 
 
-def join_key(parent: str, name: str) -> str:
+def child_key(parent: str, name: str) -> str:
     """Return the key of a name below a parent."""
     return f"{parent.rstrip('/')}/{name}" if parent else name
 
@@ -337,7 +337,7 @@ def split_key(key: str) -> tuple[str, str]:
 
 def numbered_key(parent: str, number: int) -> str:
     """Return the key of `checkpoint_N`."""
-    return join_key(parent, f"checkpoint_{number}")
+    return child_key(parent, f"checkpoint_{number}")
 
 
 def next_number(store: Store, parent: str) -> int:

@@ -85,7 +85,7 @@ NUMBER_FORMATS = {
 def iterate_runs(
     shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], itemsize: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield offset and length, in bytes, of the contiguous parts of a box in a row-major tensor."""
+    """Yield offset and length, in bytes, of the contiguous parts of a region in a row-major tensor."""
     # The last dimensions that are complete, and the one before them, are contiguous.
     outer = len(shape)
     while outer and sizes[outer - 1] == shape[outer - 1]:

@@ -33,7 +33,7 @@ from accel_cli.runs.run_files import read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.extensions.node_check import facts
 from accel_runtime.extensions.node_check.facts import CheckFacts, CheckLimits, FactsBoard
-from accel_runtime.extensions.node_check.verdict import Finding, judge
+from accel_runtime.extensions.node_check.verdict import NodeFinding, judge
 
 __all__ = ["Preflight", "Verdict", "decide"]
 
@@ -61,7 +61,7 @@ class Verdict:
         return cls({int(node): text for node, text in values["reasons"].items()}, values["continues"])
 
 
-def decide(findings: Sequence[Finding], num_nodes: int, num_spares: int, min_nodes: int) -> Verdict:
+def decide(findings: Sequence[NodeFinding], num_nodes: int, num_spares: int, min_nodes: int) -> Verdict:
     """Return the decision for findings about nodes, of which at least one must remain."""
     reasons: dict[int, str] = {}
     for finding in findings:
@@ -200,7 +200,7 @@ class Preflight:
             if processes.subprocess_handlers:
                 processes.close(signal.SIGKILL, _KILL_S)
 
-    def _write(self, facts: CheckFacts, findings: Sequence[Finding], number: int) -> None:
+    def _write(self, facts: CheckFacts, findings: Sequence[NodeFinding], number: int) -> None:
         """Write the facts to the folder of the run."""
         data = {
             "round": number,

@@ -18,7 +18,13 @@ from accel_runtime.environment.accelerate.variables import ENGINE_VARIABLES, tra
 from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
-__all__ = ["Export", "UserVariables", "build_export", "read_user_variables", "select_file_variables"]
+__all__ = [
+    "AccelerateExport",
+    "UserVariables",
+    "build_export",
+    "read_user_variables",
+    "select_file_variables",
+]
 
 _ON, _OFF = "true", "false"
 _CPU = "cpu"
@@ -47,7 +53,7 @@ Others need more than the file: the device, DeepSpeed's JSON file, or the script
 
 
 @dataclass(frozen=True)
-class Export:
+class AccelerateExport:
     """The variables of Accelerate for a launch."""
 
     variables: Mapping[str, str]
@@ -143,7 +149,7 @@ def build_export(
     world_size: int | None,
     environ: Mapping[str, str],
     user: UserVariables,
-) -> Export:
+) -> AccelerateExport:
     """Return the variables of Accelerate for the settings of a launch.
 
     Args:
@@ -185,7 +191,7 @@ def build_export(
         *_list_layout_limits(settings, device, world_size),
         *(ENGINE_VARIABLES[engine.name].list_limits(engine) if (engine := settings.engine) else ()),
     )
-    return Export(
+    return AccelerateExport(
         variables,
         tuple(replaced),
         limits,

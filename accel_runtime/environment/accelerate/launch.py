@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from accel_runtime.environment.accelerate import megatron, sharding
-from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting
+from accel_runtime.environment.accelerate.setting import Choices, ConfigSection, IntegerRange, Setting
 
 __all__ = [
     "CLUSTER",
@@ -239,7 +239,7 @@ DYNAMO_SETTINGS = (
     ),
 )
 """The backend, which Accelerate compiles with if it is set, and its options."""
-DYNAMO = Section(
+DYNAMO = ConfigSection(
     "dynamo_config",
     DYNAMO_SETTINGS,
     prefix="dynamo_",
@@ -266,7 +266,7 @@ _NO_FP8 = "fp8 is not in this version of accel"
 FP8_OVERRIDE = Setting("fp8_override_linear_precision", reason=_NO_FP8)
 FP8_OVERRIDES = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
 """The variables of `override_linear_precision`, one for each of its values."""
-FP8 = Section(
+FP8 = ConfigSection(
     "fp8_config",
     (
         Setting("fp8_backend", variable="ACCELERATE_FP8_BACKEND", reason=_NO_FP8),
@@ -349,9 +349,9 @@ SECTIONS = (
     sharding.DEEPSPEED,
     FP8,
     sharding.FSDP,
-    Section("ipex_config", reason="accel does not use IPEX"),  # of early releases
+    ConfigSection("ipex_config", reason="accel does not use IPEX"),  # of early releases
     megatron.MEGATRON_LM,
-    Section("mpirun_config", reason="accel starts the processes itself, without mpirun", off=("0",)),
+    ConfigSection("mpirun_config", reason="accel starts the processes itself, without mpirun", off=("0",)),
     sharding.PARALLELISM,
     sharding.TP,
 )

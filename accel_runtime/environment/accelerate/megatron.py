@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_runtime.environment.accelerate import sharding
-from accel_runtime.environment.accelerate.setting import Section, Setting
+from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 
 __all__ = ["MEGATRON_LM", "USE_MEGATRON_LM"]
 
@@ -25,7 +25,7 @@ _MEGATRON_LM_DEFAULTS = {
         "False",
     ),
 }
-MEGATRON_LM = Section(
+MEGATRON_LM = ConfigSection(
     "megatron_lm_config",
     (
         Setting(

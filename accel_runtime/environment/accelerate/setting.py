@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Choices", "IntegerRange", "Section", "Setting", "Values"]
+__all__ = ["Choices", "ConfigSection", "IntegerRange", "Setting", "Values"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Section:
+class ConfigSection:
     """A section of the config file."""
 
     key: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accel_runtime.environment.accelerate.setting import Choices, IntegerRange, Section, Setting
+from accel_runtime.environment.accelerate.setting import Choices, ConfigSection, IntegerRange, Setting
 
 __all__ = [
     "ACTIVATION_CHECKPOINTING",
@@ -51,7 +51,7 @@ __all__ = [
     "WRAP_POLICIES",
     "ZERO3_INIT",
     "ZERO_STAGE",
-    "Strategy",
+    "Fsdp1Strategy",
     "explain_fsdp1_option",
     "find_strategy",
 ]
@@ -60,7 +60,7 @@ __all__ = [
 # FSDP: the section, its variables, and the arguments of FullyShardedDataParallelPlugin.
 
 
-class Strategy(NamedTuple):
+class Fsdp1Strategy(NamedTuple):
     """A sharding strategy of FSDP1."""
 
     name: str
@@ -75,16 +75,16 @@ class Strategy(NamedTuple):
 
 _HYBRID = "ParallelismConfig(dp_replicate_size=number of machines, dp_shard_size=processes of one)"
 STRATEGIES = (
-    Strategy("full_shard"),
-    Strategy("shard_grad_op", "reshard_after_forward=False", reshards=False),
-    Strategy("no_shard", "no fsdp_plugin at all: models are replicated without one", shards=False),
-    Strategy("hybrid_shard", _HYBRID, is_hybrid=True),
-    Strategy("hybrid_shard_zero2", f"{_HYBRID} and reshard_after_forward=False", reshards=False, is_hybrid=True),
+    Fsdp1Strategy("full_shard"),
+    Fsdp1Strategy("shard_grad_op", "reshard_after_forward=False", reshards=False),
+    Fsdp1Strategy("no_shard", "no fsdp_plugin at all: models are replicated without one", shards=False),
+    Fsdp1Strategy("hybrid_shard", _HYBRID, is_hybrid=True),
+    Fsdp1Strategy("hybrid_shard_zero2", f"{_HYBRID} and reshard_after_forward=False", reshards=False, is_hybrid=True),
 )  # fmt: skip
 """In the order of their numbers, from 1."""
 
 
-def find_strategy(text: str) -> Strategy | None:
+def find_strategy(text: str) -> Fsdp1Strategy | None:
     """Return the strategy of a name in lower case, or of a number; None for another text."""
     names = {str(number): strategy for number, strategy in enumerate(STRATEGIES, 1)}
     return {**names, **{strategy.name: strategy for strategy in STRATEGIES}}.get(text)
@@ -214,7 +214,7 @@ CPU_RAM_EFFICIENT_LOADING = Setting(
     instead="create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
     "prepare(): each rank then reads its own part only; leave it out",
 )
-FSDP = Section(
+FSDP = ConfigSection(
     "fsdp_config",
     (
         VERSION,
@@ -410,7 +410,7 @@ DEEPSPEED_FILE = Setting(
 )
 DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")
 """The keys of a config file that DeepSpeed's JSON file must not set too."""
-DEEPSPEED = Section(
+DEEPSPEED = ConfigSection(
     "deepspeed_config",
     (
         ZERO_STAGE,
@@ -529,7 +529,7 @@ SP_OPTIONS = tuple(
     )
 )
 """The options that Accelerate's launcher passes on only with a size above 1."""
-PARALLELISM = Section(
+PARALLELISM = ConfigSection(
     "parallelism_config",
     (
         *MESH_SIZES,
@@ -549,7 +549,7 @@ PARALLELISM = Section(
     equivalent="the section parallel",
 )
 TP_CONFIG_SIZE = Setting("tp_size", values=IntegerRange(1), off=("1",), profile_key="parallel.tp")
-TP = Section("tp_config", (TP_CONFIG_SIZE,))
+TP = ConfigSection("tp_config", (TP_CONFIG_SIZE,))
 
 
 # The switches of the command line and of the variables.

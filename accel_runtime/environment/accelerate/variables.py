@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import Setting
-from accel_runtime.environment.accelerate.sharding import Strategy
+from accel_runtime.environment.accelerate.sharding import Fsdp1Strategy
 from accel_runtime.environment.layouts import FALSE, TRUE, SettingsError, read_switch
 from accel_runtime.environment.registry import Registry
 
@@ -322,7 +322,7 @@ def _sharding(read: VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str
     return settings | _wrap(read) | _ignored(read)
 
 
-def _strategy(read: VariableReader) -> tuple[str, Strategy]:
+def _strategy(read: VariableReader) -> tuple[str, Fsdp1Strategy]:
     """Return the variable that has FSDP1's sharding strategy, and the strategy."""
     name = sharding.RESHARD_AFTER_FORWARD.variable
     text = read.environ.get(name, "").lower()

@@ -390,11 +390,11 @@ def _read_tensor(snapshot: Snapshot, stored: _Stored) -> torch.Tensor:
     """Return a small tensor."""
     tensor = torch.empty(stored.entry.shape, dtype=_find_dtype(stored))
     for number, chunk in enumerate(stored.entry.chunks):
-        box = tensor
+        region = tensor
         for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            box = box.narrow(dimension, offset, size)
+            region = region.narrow(dimension, offset, size)
         if chunk.bytes:
-            box.copy_(
+            region.copy_(
                 torch.cat(
                     [p.reshape(-1) for p in _read_pieces(snapshot, stored, number, lambda _: None)]
                 ).view(chunk.sizes)

@@ -33,8 +33,8 @@ __all__ = [
     "DcpFolder",
     "DcpTensor",
     "DcpValue",
+    "EmbeddedFile",
     "Key",
-    "Location",
     "explain_dcp_folder",
     "is_dcp_folder",
     "read_dcp_folder",
@@ -79,7 +79,7 @@ Key = str | int
 
 
 @dataclass(frozen=True)
-class Location:
+class EmbeddedFile:
     """A file of `torch.save` inside a file."""
 
     file: Path
@@ -100,7 +100,7 @@ class DcpTensor:
     dtype: str
     """Name of the torch dtype."""
     shape: tuple[int, ...]
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], Location], ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], EmbeddedFile], ...]
     """Offsets and sizes by dimension, and location of each."""
 
     @property
@@ -127,7 +127,7 @@ class DcpValue:
     """A value that is not a tensor."""
 
     name: str
-    location: Location
+    location: EmbeddedFile
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _read_locations(
     folder: Path, metadata: Mapping[str, Any]
-) -> dict[tuple[str, tuple[int, ...] | None], Location]:
+) -> dict[tuple[str, tuple[int, ...] | None], EmbeddedFile]:
     """Return the location of each value, and of each chunk by its offset."""
     locations = {}
     for index, stored in metadata["storage_data"].items():
@@ -255,7 +255,7 @@ def _read_locations(
                 "Save without extensions of the writer."
             )
         offset = where.get("offset")
-        locations[where["fqn"], None if offset is None else _read_sizes(offset)] = Location(
+        locations[where["fqn"], None if offset is None else _read_sizes(offset)] = EmbeddedFile(
             folder / file, start, length
         )
     return locations
@@ -286,7 +286,7 @@ def _read_keys(name: Any, keys: Any) -> tuple[Key, ...]:
 
 
 def _read_entry(
-    name: str, stored: Any, locations: Mapping[tuple[str, tuple[int, ...] | None], Location]
+    name: str, stored: Any, locations: Mapping[tuple[str, tuple[int, ...] | None], EmbeddedFile]
 ) -> DcpTensor | DcpValue:
     if stored.name.endswith(".BytesStorageMetadata"):
         return DcpValue(name, locations[name, None])
@@ -311,7 +311,7 @@ def _read_dtype(name: str, properties: Unknown) -> str:
     return str(dtype)
 
 
-def _require_files(folder: Path, locations: Mapping[Any, Location]) -> None:
+def _require_files(folder: Path, locations: Mapping[Any, EmbeddedFile]) -> None:
     """Raise `CheckpointError` if a file is missing, or shorter than its values."""
     ends: dict[Path, int] = {}
     for location in locations.values():

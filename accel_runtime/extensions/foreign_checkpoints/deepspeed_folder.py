@@ -26,7 +26,7 @@ from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
 
 __all__ = [
-    "Engine",
+    "SavedEngine",
     "TensorParts",
     "find_engine_folders",
     "is_deepspeed_checkpoint",
@@ -90,7 +90,7 @@ def _has_states(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Engine:
+class SavedEngine:
     """State of one engine: a model and its optimizer."""
 
     model_file: str
@@ -130,7 +130,7 @@ class TensorParts:
     ranges: tuple[TensorRange, ...]
 
 
-def read_engine(folder: Path) -> Engine:
+def read_engine(folder: Path) -> SavedEngine:
     """Read what the files of an engine contain, except the values of tensors."""
     names = sorted(FileSystem().list_names(folder))
     model_files = _list_ranks(folder, names, _MODEL_STATES)
@@ -170,7 +170,7 @@ def read_engine(folder: Path) -> Engine:
     ordered_weights = {name: weights[name] for name in dict.fromkeys(ordered) if name not in ties}
     frozen = frozenset(ordered_weights) - trained
     world_size = len(shards) or int(common.get("dp_world_size", 1))
-    return Engine(
+    return SavedEngine(
         model_files[0], common, ordered_weights, ties, frozen, optimizer, _read_scaler(scaler), world_size
     )
 

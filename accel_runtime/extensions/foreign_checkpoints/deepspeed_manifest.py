@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import (
-    Engine,
+    SavedEngine,
     find_engine_folders,
     read_engine,
 )
@@ -57,7 +57,7 @@ def open_deepspeed_checkpoint(
 class _EngineManifest(ManifestBuilder):
     """The manifest of a checkpoint of DeepSpeed."""
 
-    def add_engine(self, engine: Engine, suffix: str) -> None:
+    def add_engine(self, engine: SavedEngine, suffix: str) -> None:
         """Add the items of an engine; `suffix` is `_1` for the second."""
         model = {name: self.encode(value, f"model{suffix}", name) for name, value in engine.weights.items()}
         self.values[f"model{suffix}"] = model | {alias: model[name] for alias, name in engine.ties.items()}
@@ -83,7 +83,7 @@ class _EngineManifest(ManifestBuilder):
         if engine.scaler is not None:
             self.values["scaler"] = engine.scaler
 
-    def build(self, engine: Engine, modified: float) -> Manifest:
+    def build(self, engine: SavedEngine, modified: float) -> Manifest:
         """Return the manifest."""
         saved_at = datetime.fromtimestamp(modified, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         version = str(engine.common.get("ds_version") or "of an unknown version")

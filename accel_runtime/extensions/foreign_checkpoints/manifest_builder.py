@@ -13,7 +13,7 @@ from accel_runtime.extensions.foreign_checkpoints.torch_file import (
     StoredTensor,
     TensorRange,
     Unknown,
-    iterate_boxes,
+    iterate_regions,
 )
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import Chunk, FileEntry, TensorEntry
@@ -93,7 +93,7 @@ class ManifestBuilder:
                 )
             file = self.add_file(tensor.file)
             size = ITEM_BYTES[dtype]
-            for offset, offsets, sizes in iterate_boxes(parts.shape, start, part.count):
+            for offset, offsets, sizes in iterate_regions(parts.shape, start, part.count):
                 begin = tensor.start + (part.start + offset - start) * size
                 chunks.append(Chunk(file, begin, math.prod(sizes) * size, "", offsets, sizes))
         return TensorEntry(dtype, parts.shape, tuple(chunks))

@@ -24,7 +24,7 @@ from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.schema import ITEM_BYTES
 
-__all__ = ["StoredTensor", "TensorRange", "Unknown", "check_pickle", "iterate_boxes", "read_torch_file"]
+__all__ = ["StoredTensor", "TensorRange", "Unknown", "check_pickle", "iterate_regions", "read_torch_file"]
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ class Unknown:
         return self.state if isinstance(self.state, dict) else {}
 
 
-def iterate_boxes(
+def iterate_regions(
     shape: Sequence[int], start: int, count: int
 ) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Split consecutive elements of a row-major tensor into boxes; yield offset in elements, offsets and sizes by dimension.
+    """Split consecutive elements of a row-major tensor into regions; yield offset in elements, offsets and sizes by dimension.
 
-    The elements of each box are consecutive too.
+    The elements of each region are consecutive too.
     """
     if not shape:
         if count:
@@ -115,7 +115,7 @@ def iterate_boxes(
         rows = (end - start) // row
         if inside or not rows:
             length = min(row - inside, end - start)
-            for offset, offsets, sizes in iterate_boxes(shape[1:], inside, length):
+            for offset, offsets, sizes in iterate_regions(shape[1:], inside, length):
                 yield index * row + offset, (index, *offsets), (1, *sizes)
             start += length
         else:

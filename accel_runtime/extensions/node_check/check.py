@@ -17,7 +17,7 @@ from accel_runtime.environment.settings import NODE_NAME, RANK_FOLDER
 from accel_runtime.environment.topology import Topology
 from accel_runtime.extensions.node_check.facts import CheckFacts, CheckLimits, FactsBoard, get_poll_interval
 from accel_runtime.extensions.node_check.table import format_check
-from accel_runtime.extensions.node_check.verdict import Finding, is_connected, judge
+from accel_runtime.extensions.node_check.verdict import NodeFinding, is_connected, judge
 from accel_runtime.foundation.torch_internals import TCPStore
 
 __all__ = ["CheckResult", "check_nodes"]
@@ -33,7 +33,7 @@ class CheckResult:
     """The facts about all nodes, and the findings."""
 
     facts: CheckFacts
-    findings: tuple[Finding, ...]
+    findings: tuple[NodeFinding, ...]
     seconds: float
     store: Any = field(repr=False)
     """Kept with the result: other ranks may already use its server for the process group."""

@@ -18,12 +18,12 @@ __all__ = [
     "CheckFacts",
     "CheckLimits",
     "DeviceFacts",
+    "FactStore",
     "FactsBoard",
     "FolderFacts",
     "LinkFacts",
     "NodeFacts",
     "PeerFacts",
-    "Store",
     "get_poll_interval",
 ]
 
@@ -200,7 +200,7 @@ class CheckFacts:
         )
 
 
-class Store(Protocol):
+class FactStore(Protocol):
     """The methods of a store of torch that the check needs."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -222,7 +222,7 @@ class Store(Protocol):
 class FactsBoard:
     """The facts of one check in a store; all keys are below a prefix."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: FactStore, prefix: str) -> None:
         self._store, self._prefix = store, prefix
 
     def publish_name(self, node: int, name: str, num_ranks: int) -> None:

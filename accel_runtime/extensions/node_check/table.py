@@ -10,7 +10,7 @@ from accel_runtime.environment.settings import format_size
 from accel_runtime.environment.text import escape_controls
 from accel_runtime.extensions.node_check.facts import CheckFacts, FolderFacts, LinkFacts, NodeFacts
 from accel_runtime.extensions.node_check.verdict import (
-    Finding,
+    NodeFinding,
     find_best_links,
     format_rate,
     get_clock_offset,
@@ -53,7 +53,7 @@ class _Column:
         return text.ljust(self.width)
 
 
-def format_check(facts: CheckFacts, findings: Sequence[Finding], width: int | None = None) -> str:
+def format_check(facts: CheckFacts, findings: Sequence[NodeFinding], width: int | None = None) -> str:
     """Return the table and the findings for a terminal of a width, unless given that of this terminal."""
     width = width or shutil.get_terminal_size((_DEFAULT_WIDTH, 24)).columns
     columns = _build_columns(facts, findings)
@@ -75,7 +75,7 @@ def format_check(facts: CheckFacts, findings: Sequence[Finding], width: int | No
     return "\n".join([*lines, *format_findings(facts.names, findings)])
 
 
-def format_findings(names: Sequence[str], findings: Sequence[Finding]) -> list[str]:
+def format_findings(names: Sequence[str], findings: Sequence[NodeFinding]) -> list[str]:
     """Return a line for each finding."""
     return [
         escape_controls(
@@ -86,7 +86,7 @@ def format_findings(names: Sequence[str], findings: Sequence[Finding]) -> list[s
     ]
 
 
-def _build_columns(facts: CheckFacts, findings: Sequence[Finding]) -> list[_Column]:
+def _build_columns(facts: CheckFacts, findings: Sequence[NodeFinding]) -> list[_Column]:
     """Return the columns, that of the names first."""
     fastest, soonest = find_best_links(facts)
     absent = facts.silent.keys() | facts.failures.keys()
@@ -122,7 +122,7 @@ def _build_columns(facts: CheckFacts, findings: Sequence[Finding]) -> list[_Colu
     ]
 
 
-def _find_mark(findings: Sequence[Finding], node: int, column: str, absent: set[int]) -> str:
+def _find_mark(findings: Sequence[NodeFinding], node: int, column: str, absent: set[int]) -> str:
     found = [finding for finding in findings if finding.node == node and finding.column == column]
     if column == "answer" and node in absent:
         return f" {_BAD}"
@@ -131,7 +131,7 @@ def _find_mark(findings: Sequence[Finding], node: int, column: str, absent: set[
     return f" {_NOTE}" if found else ""
 
 
-def _choose_rows(facts: CheckFacts, findings: Sequence[Finding]) -> list[int]:
+def _choose_rows(facts: CheckFacts, findings: Sequence[NodeFinding]) -> list[int]:
     """Return the nodes of the rows: all, or of many the ones with findings and the first others."""
     numbers = list(range(len(facts.names)))
     marked = {finding.node for finding in findings}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         NodeFacts,
     )
 
-__all__ = ["Finding", "find_best_links", "find_broken_pairs", "format_rate", "is_connected", "judge"]
+__all__ = ["NodeFinding", "find_best_links", "find_broken_pairs", "format_rate", "is_connected", "judge"]
 
 _CLOCK_S = 1.0
 _SHM_BYTES = 64 * 10**6
@@ -45,7 +45,7 @@ _MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
-class Finding:
+class NodeFinding:
     """A sentence about one node."""
 
     node: int
@@ -64,7 +64,7 @@ class Finding:
         return asdict(self)
 
 
-def judge(facts: CheckFacts) -> list[Finding]:
+def judge(facts: CheckFacts) -> list[NodeFinding]:
     """Return the findings about all nodes, the bad ones first."""
     findings = [
         *_judge_answers(facts),
@@ -84,12 +84,12 @@ def is_connected(facts: CheckFacts) -> bool:
     return not (facts.silent or facts.failures or find_broken_pairs(facts))
 
 
-def _judge_answers(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_answers(facts: CheckFacts) -> Iterator[NodeFinding]:
     """Yield the nodes whose check has failed, or has not ended."""
     for node, text in sorted(facts.failures.items()):
-        yield Finding(node, "bad", f"the check failed: {text}", "answer")
+        yield NodeFinding(node, "bad", f"the check failed: {text}", "answer")
     for node, step in sorted(facts.silent.items()):
-        yield Finding(
+        yield NodeFinding(
             node, "bad", f"did not answer within {facts.waited_s:.0f} s: {step} did not end", "answer"
         )
 
@@ -112,7 +112,7 @@ def find_broken_pairs(facts: CheckFacts) -> dict[tuple[int, int], str]:
     return broken
 
 
-def _judge_connections(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_connections(facts: CheckFacts) -> Iterator[NodeFinding]:
     """Yield the nodes that have the most broken pairs; of a pair of which neither has more, the one of the higher rank."""
     broken = find_broken_pairs(facts)
     while broken:
@@ -130,18 +130,22 @@ def _judge_connections(facts: CheckFacts) -> Iterator[Finding]:
             text = (
                 f"is not connected with {facts.names[pair[0]]}, and either may be the cause: {broken[pair]}"
             )
-        yield Finding(node, "bad", text, "reach")
+        yield NodeFinding(node, "bad", text, "reach")
         broken = {other: reason for other, reason in broken.items() if node not in other}
     for link in facts.links:
         if link.error and len(link.nodes) > 2 and not find_broken_pairs(facts):  # noqa: PLR2004 - more than a pair
-            yield Finding(link.nodes[0], "note", f"a collective of all ranks failed: {link.error}", "reach")
+            yield NodeFinding(
+                link.nodes[0], "note", f"a collective of all ranks failed: {link.error}", "reach"
+            )
         if link.error and len(link.nodes) == 1:
-            yield Finding(link.nodes[0], "bad", f"a collective of its ranks failed: {link.error}", "reach")
+            yield NodeFinding(
+                link.nodes[0], "bad", f"a collective of its ranks failed: {link.error}", "reach"
+            )
     for known in facts.nodes.values():
         if unnamed := [peer for peer in known.peers if peer.name_error and not peer.error]:
             names = _list_names([facts.names[peer.node] for peer in unnamed])
             text = f"does not reach {names} by name, only by address: {unnamed[0].name_error}"
-            yield Finding(known.node, "note", text, "reach")
+            yield NodeFinding(known.node, "note", text, "reach")
 
 
 # Versions and clocks
@@ -155,7 +159,7 @@ _VERSIONS: Sequence[tuple[str, Callable[[NodeFacts], str | None], Literal["bad",
 )
 
 
-def _judge_versions(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_versions(facts: CheckFacts) -> Iterator[NodeFinding]:
     """Yield the nodes with another version than most; without a majority, than the first node."""
     for name, get_version, severity in _VERSIONS:
         versions = {node.node: get_version(node) for node in facts.nodes.values()}
@@ -168,16 +172,16 @@ def _judge_versions(facts: CheckFacts) -> Iterator[Finding]:
         for node, version in sorted(versions.items()):
             if version != expected:
                 text = f"has {name} {version or 'not installed'}, and {whose} {expected or 'none'}"
-                yield Finding(node, severity, text, name)
+                yield NodeFinding(node, severity, text, name)
 
 
-def _judge_clocks(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_clocks(facts: CheckFacts) -> Iterator[NodeFinding]:
     for node in facts.nodes.values():
         offset = get_clock_offset(node)
         if offset is not None and abs(offset[0]) - offset[1] > _CLOCK_S:
             direction = "ahead of" if offset[0] > 0 else "behind"
             text = f"its clock is {abs(offset[0]):.1f} s {direction} that of {facts.names[0]}; synchronize it with NTP"
-            yield Finding(node.node, "note", text, "clock")
+            yield NodeFinding(node.node, "note", text, "clock")
 
 
 def get_clock_offset(node: NodeFacts) -> tuple[float, float] | None:
@@ -191,7 +195,7 @@ def get_clock_offset(node: NodeFacts) -> tuple[float, float] | None:
 # Resources of a node
 
 
-def _judge_node(node: NodeFacts) -> Iterator[Finding]:
+def _judge_node(node: NodeFacts) -> Iterator[NodeFinding]:
     """Yield what a node lacks."""
     if node.log_folder:
         yield from _judge_folder(node.node, "the log folder", node.log_folder, is_needed=True)
@@ -207,9 +211,9 @@ def _judge_node(node: NodeFacts) -> Iterator[Finding]:
         ("memory", node.memory_bytes, _MEMORY_BYTES, "only {} of memory is available"),
     ):
         if value is not None and value < least:
-            yield Finding(node.node, "note", text.format(format_size(value)), column)
+            yield NodeFinding(node.node, "note", text.format(format_size(value)), column)
     if node.open_files is not None and node.open_files < _OPEN_FILES:
-        yield Finding(
+        yield NodeFinding(
             node.node,
             "note",
             f"the limit on open files is {node.open_files}; raise it: ulimit -n 65536",
@@ -217,43 +221,45 @@ def _judge_node(node: NodeFacts) -> Iterator[Finding]:
         )
     for number in node.xid_errors or ():
         cause = "of the hardware" if number in _HARDWARE_XIDS else "of a program or of the hardware"
-        yield Finding(
+        yield NodeFinding(
             node.node, "note", f"the GPU driver has reported Xid {number}, an error {cause}", "errors"
         )
 
 
-def _judge_folder(node: int, noun: str, folder: FolderFacts, *, is_needed: bool) -> Iterator[Finding]:
+def _judge_folder(node: int, noun: str, folder: FolderFacts, *, is_needed: bool) -> Iterator[NodeFinding]:
     """Yield that a folder is full or cannot be written, or will soon be full."""
     column = "logs" if is_needed else "work"
     if folder.error:
         # A script may run in a folder of an image, which cannot be written.
         severity: Literal["bad", "note"] = "bad" if is_needed or folder.is_full else "note"
-        yield Finding(node, severity, f"{noun} {folder.path} cannot be written: {folder.error}", column)
+        yield NodeFinding(node, severity, f"{noun} {folder.path} cannot be written: {folder.error}", column)
     elif folder.free_bytes < _FOLDER_BYTES:
-        yield Finding(
+        yield NodeFinding(
             node, "note", f"{noun} {folder.path} has only {format_size(folder.free_bytes)} left", column
         )
     elif folder.free_inodes is not None and folder.free_inodes < _FOLDER_INODES:
-        yield Finding(node, "note", f"{noun} {folder.path} has only {folder.free_inodes} inodes left", column)
+        yield NodeFinding(
+            node, "note", f"{noun} {folder.path} has only {folder.free_inodes} inodes left", column
+        )
 
 
 # Devices and links
 
 
-def _judge_device(device: DeviceFacts) -> Iterator[Finding]:
+def _judge_device(device: DeviceFacts) -> Iterator[NodeFinding]:
     if device.error:
-        yield Finding(device.node, "bad", f"rank {device.rank} on {device.name}: {device.error}", "rate")
+        yield NodeFinding(device.node, "bad", f"rank {device.rank} on {device.name}: {device.error}", "rate")
     if device.uncorrected_errors:
         text = f"{device.name} of rank {device.rank} has {device.uncorrected_errors} uncorrected memory errors (ECC); reset or replace it"
-        yield Finding(device.node, "bad", text, "errors")
+        yield NodeFinding(device.node, "bad", text, "errors")
     if device.row_problem:
         severity: Literal["bad", "note"] = "bad" if "failed" in device.row_problem else "note"
-        yield Finding(
+        yield NodeFinding(
             device.node, severity, f"{device.name} of rank {device.rank}: {device.row_problem}", "errors"
         )
 
 
-def _judge_rates(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_rates(facts: CheckFacts) -> Iterator[NodeFinding]:
     """Yield the devices that compute slower than the others of the same name."""
     for name in sorted({device.name for device in facts.devices}):
         devices = [device for device in facts.devices if device.name == name and device.tflops]
@@ -263,7 +269,7 @@ def _judge_rates(facts: CheckFacts) -> Iterator[Finding]:
         for rank, part, severity in _compare(values, *thresholds):
             rate, middle = format_rate(values[rank]), format_rate(median(values.values()))
             text = f"rank {rank} computes at {rate}, {_format_part(part)} of the median ({middle})"
-            yield Finding(by_rank[rank].node, severity, text, "rate")
+            yield NodeFinding(by_rank[rank].node, severity, text, "rate")
 
 
 def find_best_links(facts: CheckFacts) -> tuple[dict[int, LinkFacts], dict[int, LinkFacts]]:
@@ -292,7 +298,7 @@ def _get_latency(link: LinkFacts | None) -> float:
     return link.latency_s or float("inf") if link else float("inf")
 
 
-def _judge_links(facts: CheckFacts) -> Iterator[Finding]:
+def _judge_links(facts: CheckFacts) -> Iterator[NodeFinding]:
     """Yield the nodes whose best link is slower than that of the others."""
     fastest, soonest = find_best_links(facts)
     bandwidths = {node: _get_bandwidth(link) for node, link in fastest.items()}
@@ -301,14 +307,14 @@ def _judge_links(facts: CheckFacts) -> Iterator[Finding]:
     for node, part, severity in _compare(bandwidths, *thresholds):
         best, middle = format_size(bandwidths[node]), format_size(median(bandwidths.values()))
         text = f"its best link has {best}/s, {_format_part(part)} of the median ({middle}/s)"
-        yield Finding(node, severity, text, "bandwidth")
+        yield NodeFinding(node, severity, text, "bandwidth")
     latencies = {node: _get_latency(link) for node, link in soonest.items()}
     if len(latencies) >= _NEEDED_VALUES:
         middle_s = median(latencies.values())
         for node, latency in sorted(latencies.items()):
             if latency > max(_LATENCY_S, _LATENCY_FACTOR * middle_s):
                 text = f"the latency of its best link is {latency * 1e3:.1f} ms, and the median {middle_s * 1e3:.1f} ms"
-                yield Finding(node, "note", text, "latency")
+                yield NodeFinding(node, "note", text, "latency")
 
 
 def _compare(

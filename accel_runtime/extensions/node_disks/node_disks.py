@@ -20,7 +20,7 @@ from typing import Any
 from typing_extensions import override
 
 from accel_runtime.checkpoint.node_saves import Candidate, NodeSaves
-from accel_runtime.checkpoint.save import SaveOperation, SaveTarget, Written
+from accel_runtime.checkpoint.save import SaveOperation, SaveTarget, WriteReport
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.environment.locations import normalize_location
 from accel_runtime.environment.text import print_note
@@ -250,7 +250,7 @@ def _report_incomplete(listings: Sequence[Listing], newest: int) -> None:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Entries of the files of a rank in its node's part; passed on in a file, since other nodes do not need them."""
 
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
@@ -276,7 +276,7 @@ class NodeSave(SaveOperation):
         with self._step() as step:
             written = self._write()
             self._report_path(group.rank).write_text(
-                json.dumps(asdict(Report(written.tensors, written.files, written.values)))
+                json.dumps(asdict(RankReport(written.tensors, written.files, written.values)))
             )
             step.share(self._list_hook_files())
         with self._abort_on_error():
@@ -289,9 +289,9 @@ class NodeSave(SaveOperation):
             # Another node does not have its part. If a rank was lost instead, a load finds out which nodes have theirs.
             if manifest is not None:
                 with suppress(OSError):
-                    self._store.delete(self._join().address.key)
+                    self._store.delete(self._attach().address.key)
             raise
-        self._join().close()
+        self._attach().close()
         return manifest
 
     @override
@@ -299,14 +299,14 @@ class NodeSave(SaveOperation):
         return super()._names_not_of_hooks() | {self._report_path(rank).name for rank in self._ranks}
 
     def _report_path(self, rank: int) -> Path:
-        return self._join().directory() / f".rank-{rank}.json"
+        return self._attach().directory() / f".rank-{rank}.json"
 
-    def _take_report(self, rank: int) -> Written:
+    def _take_report(self, rank: int) -> WriteReport:
         """Return what a rank of this node has written, and remove the file."""
         path = self._report_path(rank)
-        report: Report = read_value(Report, json.loads(path.read_text()))
+        report: RankReport = read_value(RankReport, json.loads(path.read_text()))
         path.unlink()
-        return Written(report.tensors, report.files, report.values, {})
+        return WriteReport(report.tensors, report.files, report.values, {})
 
     def _list_hook_files(self) -> tuple[str, ...] | None:
         """Return the files of hooks in the part of this node, on its first rank."""

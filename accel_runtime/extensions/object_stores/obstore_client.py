@@ -152,7 +152,7 @@ class ObstoreClient(ObjectClient):
                 store, path, map(bytes, blocks), use_multipart=size > part, chunk_size=part, max_concurrency=8
             )
         except _get_errors() as error:
-            failure = Failure.from_error(error, find_proxy(bucket, self._environ))
+            failure = CallFailure.from_error(error, find_proxy(bucket, self._environ))
             raise StoreError(key, failure.describe(self._retry_s), failure.cure(bucket)) from None
 
     def read_ranges(self, requests: Sequence[RangeRequest]) -> None:
@@ -243,14 +243,14 @@ class ObstoreClient(ObjectClient):
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 if "ConditionalRequestConflict" not in str(error):
                     raise ConditionError(key) from None
-                failure = Failure.from_error(error)
+                failure = CallFailure.from_error(error)
             except FileNotFoundError as error:
-                failure = Failure.from_error(error)
+                failure = CallFailure.from_error(error)
                 if failure.code != "NoSuchBucket" and not lists:
                     # A write finds nothing if its condition is an ETag.
                     raise (absent_error(key) if reads else ConditionError(key)) from None
             except (exceptions.BaseError, OSError) as error:
-                failure = Failure.from_error(error, find_proxy(bucket, self._environ))
+                failure = CallFailure.from_error(error, find_proxy(bucket, self._environ))
             else:
                 self._given_up.pop(bucket, None)
                 return result
@@ -268,12 +268,12 @@ class ObstoreClient(ObjectClient):
         now = time.monotonic()
         return now if now < self._given_up.get(bucket, 0.0) else now + self._retry_s
 
-    def _give_up(self, key: str, bucket: str, failure: Failure) -> StoreError:
+    def _give_up(self, key: str, bucket: str, failure: CallFailure) -> StoreError:
         if failure.may_pass:
             self._given_up[bucket] = time.monotonic() + self._retry_s
         return StoreError(key, failure.describe(self._retry_s), failure.cure(bucket))
 
-    def _report_retries(self, bucket: str, failure: Failure, seconds: float) -> None:
+    def _report_retries(self, bucket: str, failure: CallFailure, seconds: float) -> None:
         """Report a call that is repeated for long, once for all threads."""
         with self._lock:
             if seconds < _REPORT_AFTER_S or time.monotonic() < self._next_report:
@@ -422,7 +422,7 @@ def _decode_etag(text: str) -> dict[str, str]:
     return {name: value for name, value in (("e_tag", etag), ("version", version)) if value}
 
 
-class Failure:
+class CallFailure:
     """The reason that a call failed, read from the text of obstore's error, which may contain URLs with signatures."""
 
     def __init__(self, kind: str, status: int, code: str, message: str, proxy: Proxy | None = None) -> None:
@@ -431,7 +431,7 @@ class Failure:
         self._proxy = None if code or status not in _OF_PROXIES else proxy
 
     @classmethod
-    def from_error(cls, error: Exception, proxy: Proxy | None = None) -> Failure:
+    def from_error(cls, error: Exception, proxy: Proxy | None = None) -> CallFailure:
         """Return the failure of an error of a call, which went through a proxy if there is one."""
         text = str(error)
         status = re.search(r"status code: (\d{3})", text)

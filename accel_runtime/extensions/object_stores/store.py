@@ -44,7 +44,7 @@ from accel_runtime.storage.store import (
     DraftAddress,
     KeyExistsError,
     Store,
-    join_key,
+    child_key,
     parallel_map,
     split_key,
 )
@@ -112,7 +112,7 @@ class ObjectStore(Store):
                 return etag
         raise CheckpointError(f"{key} was changed while it was read. Try again.")
 
-    def join(self, address: DraftAddress) -> ObjectDraft:
+    def attach(self, address: DraftAddress) -> ObjectDraft:
         """Return the draft on another process; nothing is read or written."""
         return ObjectDraft(self.client, address, self._piece_bytes, None, "")
 
@@ -150,7 +150,7 @@ class ObjectStore(Store):
         names |= {name for name, other in zip(others, levels, strict=True) if NAME in other.objects}
         if DRAFTS in level.folders:
             names |= set(self.client.list_level(f"{parent}/{DRAFTS}/").folders)
-        return [join_key(parent, name) for name in sorted(names)]
+        return [child_key(parent, name) for name in sorted(names)]
 
     def exists(self, key: str) -> bool:
         """Return whether a key has objects, or is reserved."""

@@ -25,7 +25,7 @@ from accel_cli.errors import AccelError, UsageError
 from accel_runtime import Accelerator
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
-from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, iterate_boxes, read_torch_file
+from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, iterate_regions, read_torch_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.formats import find_format
 from accel_runtime.storage.tensor_file import MergeRequest
@@ -428,7 +428,7 @@ def test_boxes_cover_consecutive_elements_exactly_once_and_in_order(shape, data)
     start = data.draw(st.integers(0, tensor.numel()))
     count = data.draw(st.integers(0, tensor.numel() - start))
     covered = []
-    for offset, offsets, sizes in iterate_boxes(shape, start, count):
+    for offset, offsets, sizes in iterate_regions(shape, start, count):
         box = tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         assert box.numel()
         assert box.flatten()[0] == offset

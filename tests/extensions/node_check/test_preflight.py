@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from accel_cli.errors import UsageError
 from accel_cli.extensions.node_check.preflight import Preflight, Verdict, decide
 from accel_cli.runner import preparations
-from accel_runtime.extensions.node_check.verdict import Finding
+from accel_runtime.extensions.node_check.verdict import NodeFinding
 
-BAD = Finding(1, "bad", "has no network")
+BAD = NodeFinding(1, "bad", "has no network")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,9 @@ def test_a_bad_node_is_left_out_if_enough_remain(num_nodes, num_spares, min_node
 
 
 @given(
-    st.lists(st.builds(Finding, st.integers(0, 7), st.sampled_from(["bad", "note"]), st.text()), max_size=12)
+    st.lists(
+        st.builds(NodeFinding, st.integers(0, 7), st.sampled_from(["bad", "note"]), st.text()), max_size=12
+    )
 )
 def test_notes_leave_out_no_node_and_one_node_remains(findings):
     verdict = decide(findings, 8, 8, 1)
@@ -35,7 +37,7 @@ def test_notes_leave_out_no_node_and_one_node_remains(findings):
 
 
 def test_all_reasons_about_a_node_are_in_one_line():
-    findings = [BAD, Finding(1, "note", "is far away"), Finding(1, "bad", "computes wrong")]
+    findings = [BAD, NodeFinding(1, "note", "is far away"), NodeFinding(1, "bad", "computes wrong")]
     assert decide(findings, 3, 0, 1).reasons == {1: "has no network; computes wrong"}
 
 

@@ -22,7 +22,7 @@ from accel_runtime.extensions.object_stores.client import (
     RangeRequest,
 )
 from accel_runtime.extensions.object_stores.client_process import ProcessClient
-from accel_runtime.extensions.object_stores.obstore_client import Failure, find_proxy
+from accel_runtime.extensions.object_stores.obstore_client import CallFailure, find_proxy
 from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage.errors import StoreError
 from accel_runtime.storage.manifest import FileEntry, Manifest, hash_bytes
@@ -261,7 +261,7 @@ LOST = (
     ],
 )
 def test_the_reason_of_a_failure_has_no_url_and_only_faults_that_pass_are_tried_again(error, reason, passes):
-    failure = Failure.from_error(error)
+    failure = CallFailure.from_error(error)
     assert (failure.reason, failure.may_pass) == (reason, passes)
     text = failure.describe(5) + failure.cure("s3://bucket")
     assert not [secret for secret in ("sig=SECRET", "AKIA1", SECRET_KEY, "://b/", "sig=") if secret in text]
@@ -312,5 +312,5 @@ def test_the_proxy_of_a_service_is_that_of_the_scheme_of_its_endpoint(bucket, en
 
 def test_an_error_of_the_service_does_not_name_the_proxy():
     proxy = find_proxy("s3://b", {"https_proxy": "proxy:1"})
-    failure = Failure.from_error(exceptions.PermissionDeniedError(DENIED), proxy)
+    failure = CallFailure.from_error(exceptions.PermissionDeniedError(DENIED), proxy)
     assert "proxy" not in failure.describe(5) + failure.cure("s3://b")

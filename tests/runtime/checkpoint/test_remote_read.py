@@ -82,8 +82,8 @@ def write_file(tensors):
 
 
 @st.composite
-def boxes(draw):
-    """Return tensors, and a box of each."""
+def regions(draw):
+    """Return tensors, and a region of each."""
     tensors, chosen = {}, {}
     for number in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(1, 9), max_size=3)))
@@ -110,8 +110,8 @@ def build_reads(tensors, chosen, chunks):
 
 
 @settings(max_examples=60, deadline=None)
-@given(boxes())
-def test_boxes_are_read_as_they_were_written_each_byte_once_and_no_other_block(case):
+@given(regions())
+def test_regions_are_read_as_they_were_written_each_byte_once_and_no_other_block(case):
     tensors, chosen = case
     with ExitStack() as stack:
         use_small_blocks(stack)
@@ -121,8 +121,8 @@ def test_boxes_are_read_as_they_were_written_each_byte_once_and_no_other_block(c
         needed = set()
         for read in reads:
             offsets, lengths = chosen[read.name]
-            box = tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))
-            assert torch.equal(read.target, tensors[read.name][box])
+            region = tuple(slice(at, at + size) for at, size in zip(offsets, lengths, strict=True))
+            assert torch.equal(read.target, tensors[read.name][region])
             first, last = read.bounds
             needed |= set(range(read.chunk.start + first, read.chunk.start + last))
     requested = [byte for _, start, size in snapshot.ranges for byte in range(start, start + size)]
@@ -130,7 +130,7 @@ def test_boxes_are_read_as_they_were_written_each_byte_once_and_no_other_block(c
 
 
 @settings(max_examples=60, deadline=None)
-@given(boxes(), st.randoms(use_true_random=False))
+@given(regions(), st.randoms(use_true_random=False))
 def test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor(case, random):
     tensors, chosen = case
     with ExitStack() as stack:

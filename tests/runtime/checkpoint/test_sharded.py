@@ -97,8 +97,8 @@ def check_chunks(folder):
     for name, stored in manifest["tensors"].items():
         counts = torch.zeros(stored["shape"], dtype=torch.int32)
         for chunk in stored["chunks"]:
-            box = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
-            counts[box] += 1
+            region = tuple(slice(o, o + s) for o, s in zip(chunk["offsets"], chunk["sizes"], strict=True))
+            counts[region] += 1
         assert bool((counts == 1).all()), name
     return manifest
 

@@ -227,7 +227,7 @@ def change_chunk(**fields):
     return lambda body: body["tensors"]["model/0.weight"]["chunks"][0].update(fields)
 
 
-def split_chunk(*boxes):
+def split_chunk(*regions):
     """Split the chunk of an 8 x 8 float32 tensor into these: offsets, sizes and start in bytes."""
 
     def change(body):
@@ -240,7 +240,7 @@ def split_chunk(*boxes):
                 "start": chunk["start"] + start,
                 "bytes": 4 * sizes[0] * sizes[1],
             }
-            for offsets, sizes, start in boxes
+            for offsets, sizes, start in regions
         ]
 
     return change

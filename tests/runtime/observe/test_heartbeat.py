@@ -18,7 +18,7 @@ from accel_runtime.environment.settings import RANK_FOLDER
 from accel_runtime.observe import heartbeat as heartbeat_module
 from accel_runtime.observe import progress
 from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
-from accel_runtime.observe.progress import Part
+from accel_runtime.observe.progress import StepPart
 
 
 @pytest.fixture
@@ -210,9 +210,9 @@ def test_steps_between_measured_ones_count_as_those_but_an_evaluation_does_not(t
     beat, optimizer = Heartbeat(tmp_path / "beat"), torch.optim.SGD([torch.zeros(1)])
 
     def step(forward_ns, rest_ns):
-        beat.begin_part(Part.FORWARD)
+        beat.begin_part(StepPart.FORWARD)
         clock.now += forward_ns
-        beat.begin_part(Part.DATA)
+        beat.begin_part(StepPart.DATA)
         clock.now += rest_ns
         beat.count_step(optimizer)
 

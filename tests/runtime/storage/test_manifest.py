@@ -122,7 +122,7 @@ def make_part(manifest, ranks, chunks=slice(1, None)):
 def test_the_part_of_a_node_has_the_states_of_its_ranks_and_tensors_without_some_elements(manifest, ranks):
     part = Manifest.parse(make_part(manifest, ranks).text(), PATH)
     assert part == make_part(manifest, ranks)
-    assert part.is_part
+    assert part.is_node_part
     for name, entry in part.tensors.items():
         assert part.find_incomplete("item") is not None
         assert math.prod(entry.shape) * 4 > entry.bytes, name

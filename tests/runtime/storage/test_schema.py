@@ -231,12 +231,12 @@ def test_the_deepest_state_that_is_saved_can_be_read(memory):
     call_commands(Path(path), "registered")
 
 
-def write_tensor(path, shape, boxes):
-    """Write a checkpoint of one float32 tensor that is split into boxes."""
+def write_tensor(path, shape, regions):
+    """Write a checkpoint of one float32 tensor that is split into regions."""
     path.mkdir(parents=True)
     header = (8).to_bytes(8, "little") + b"{}      "
     data, chunks = bytearray(header), []
-    for offsets, sizes in boxes:
+    for offsets, sizes in regions:
         part = bytes(4 * int(torch.tensor(sizes).prod()))
         chunks.append(
             Chunk("model.safetensors", len(data), len(part), hash_bytes(part), tuple(offsets), tuple(sizes))
@@ -265,46 +265,46 @@ def test_a_tensor_of_many_chunks_is_read_in_linear_time(memory, dimension):
     count = 2000
     shape = (count, 2) if dimension == 0 else (2, count)
     sizes = (1, 2) if dimension == 0 else (2, 1)
-    boxes = [([number, 0] if dimension == 0 else [0, number], sizes) for number in range(count)]
-    write_tensor(memory / "checkpoint_0", shape, boxes)
+    regions = [([number, 0] if dimension == 0 else [0, number], sizes) for number in range(count)]
+    write_tensor(memory / "checkpoint_0", shape, regions)
     call_commands(memory / "checkpoint_0", "model")
     assert len(read_checkpoint(memory / "checkpoint_0").manifest.tensors["model/w"].chunks) == count
 
 
 @st.composite
-def boxes_in_a_shape(draw):
+def regions_in_a_shape(draw):
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     edges = [draw(st.lists(st.integers(0, size), max_size=2)) for size in shape]
     cuts = [sorted({0, size, *edge}) for size, edge in zip(shape, edges, strict=True)]
     spans = [list(itertools.pairwise(cut)) or [(0, 0)] for cut in cuts]
-    boxes = [
-        (tuple(start for start, _ in box), tuple(end - start for start, end in box))
-        for box in itertools.product(*spans)
+    regions = [
+        (tuple(start for start, _ in region), tuple(end - start for start, end in region))
+        for region in itertools.product(*spans)
     ]
     for _ in range(draw(st.integers(0, 2))):  # forged
         offsets = tuple(draw(st.integers(0, size)) for size in shape)
         sizes = tuple(draw(st.integers(0, size - start)) for start, size in zip(offsets, shape, strict=True))
-        boxes[draw(st.integers(0, len(boxes) - 1))] = offsets, sizes
-    return shape, boxes
+        regions[draw(st.integers(0, len(regions) - 1))] = offsets, sizes
+    return shape, regions
 
 
-@given(boxes_in_a_shape())
+@given(regions_in_a_shape())
 @settings(max_examples=300)
 def test_chunks_cover_a_tensor_if_every_element_is_in_exactly_one(case):
-    shape, boxes = case
+    shape, regions = case
     counts = torch.zeros(shape, dtype=torch.int64)
-    for offsets, sizes in boxes:
+    for offsets, sizes in regions:
         counts[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
-    assert _is_covered(shape, boxes) == bool((counts == 1).all())
+    assert _is_covered(shape, regions) == bool((counts == 1).all())
     chunks = (
-        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in boxes
+        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in regions
     )
     part = TensorEntry("float32", shape, tuple(chunks))
     if (counts > 1).any():
         with pytest.raises(FieldError, match="cover elements twice"):
-            part.check_coverage(is_part=True)
+            part.check_coverage(is_node_part=True)
     else:
-        part.check_coverage(is_part=True)
+        part.check_coverage(is_node_part=True)
 
 
 def build_text(shapes, ranks=()):
@@ -350,10 +350,10 @@ def test_chunks_of_a_part_that_would_all_be_compared_are_refused():
     size = 600
     rows = [((each, each), (1, size - each)) for each in range(size)]
     columns = [((each + 1, each), (size - each - 1, 1)) for each in range(size - 1)]
-    boxes = [*rows, *columns]
+    regions = [*rows, *columns]
     chunks = tuple(
-        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in boxes
+        Chunk("f", 0, 4 * math.prod(sizes), hash_bytes(b""), offsets, sizes) for offsets, sizes in regions
     )
     assert TensorEntry("float32", (size, size), chunks).is_complete
     with pytest.raises(FieldError, match="others beside them"):
-        TensorEntry("float32", (size, size), chunks).check_coverage(is_part=True)
+        TensorEntry("float32", (size, size), chunks).check_coverage(is_node_part=True)

@@ -209,7 +209,7 @@ def test_a_draft_is_not_visible_before_the_commit_and_nothing_stays_of_a_discard
 
 def test_other_processes_put_parts_into_a_draft_that_one_has_begun(store, case):
     first = store.begin(f"{case.parent}/mine", "a1")
-    second = case.build()[0].join(first.address)
+    second = case.build()[0].attach(first.address)
     assert second.is_shared
     second.put("of-1", [memoryview(b"1")], len(b"1"))
     first.put("of-0", [memoryview(b"0")], len(b"0"))
@@ -236,7 +236,7 @@ def test_files_of_hooks_become_parts_and_load_hooks_find_them(store, case):
 
 def test_an_equal_file_that_hooks_of_two_processes_have_written_is_one_part(store, case):
     first = store.begin(f"{case.parent}/mine", "a1")
-    drafts, files = [first, store.join(first.address)], {}
+    drafts, files = [first, store.attach(first.address)], {}
     for draft in drafts:
         (draft.directory() / "note.txt").write_text("kept")
     for draft in drafts:
@@ -263,7 +263,7 @@ def test_a_directory_that_a_tool_has_uploaded_is_read_and_removed_as_a_checkpoin
 def test_different_files_of_one_name_are_an_error_if_hooks_do_not_share_a_directory(memory):
     store = ObjectCase(memory).build()[0]
     first = store.begin("mine", "a1")
-    second = store.join(first.address)
+    second = store.attach(first.address)
     for number, draft in enumerate((first, second)):
         (draft.directory() / "note.txt").write_text(f"{number}")
     first.put_hook_files(())
