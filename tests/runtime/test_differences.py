@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 from support.sources.describe_surface import PATH, describe_object
 
-from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
+from accel_runtime.accelerate.package import PACKAGE_NAMES
 from accel_runtime.tracking import TRACKERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-accelerate.md"

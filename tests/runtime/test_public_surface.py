@@ -21,7 +21,7 @@ from support.sources import describe_surface
 
 import accel_runtime
 from accel_runtime import Accelerator, utils
-from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
+from accel_runtime.accelerate.package import PACKAGE_NAMES
 
 MODULES = (*describe_surface.MODULES, "big_modeling")
 """The modules of Accelerate."""

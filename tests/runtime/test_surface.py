@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import accel_runtime
 from accel_runtime import Accelerator, utils
+from accel_runtime.accelerate.package import PACKAGE_NAMES
 from accel_runtime.data_loader import DataLoaderShard
-from accel_runtime.environment.accelerate.package import PACKAGE_NAMES
 from accel_runtime.optimizer import AcceleratedOptimizer
 from accel_runtime.scheduler import AcceleratedScheduler
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.foundation.module_copies import copy_modules
 from accel_runtime.foundation.precision import FORMATS
+from accel_runtime.training.compile import copy_modules
 from accel_runtime.training.precision import Autocast, AutocastForward
 
 
