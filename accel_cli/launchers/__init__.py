@@ -44,14 +44,15 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 
 
 def suggest_launcher(machine: Machine, device: Any = None) -> str:
-    """Return the kind that suits a machine: for its TPU, for one process, or for one per accelerator.
+    """Return the kind that suits a machine: for devices that torch does not detect, for one process, or for one per accelerator.
 
     Args:
         machine: The machine.
         device: The device of the profile, not validated; None if it has none.
     """
-    if machine.tpu.exists and device in {None, "auto", "xla"}:
-        return "xla"
+    for other in machine.others:
+        if other.exists and device in {None, "auto", other.device}:
+            return other.launcher
     return "torchrun" if len(machine.devices) > 1 else "single"
 
 

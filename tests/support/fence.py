@@ -18,6 +18,7 @@ TABLES = (
     "accel_cli/commands/checkpoint.py",
     "accel_cli/launchers/__init__.py",
     "accel_cli/main.py",
+    "accel_cli/planning/machine.py",
     "accel_cli/profile/settings_sections.py",
     "accel_cli/runner/preparations.py",
     "accel_runtime/__init__.py",

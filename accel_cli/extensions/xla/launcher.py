@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self, override
 
 from accel_cli.errors import UsageError
+from accel_cli.extensions.xla.tpu import get_devices
 from accel_cli.launchers import torchrun
 from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment, build_rank_command
 from accel_cli.launchers.sections import Choice, Question
@@ -99,7 +100,8 @@ class Xla(torchrun.ElasticLauncher):
     @classmethod
     @override
     def is_available(cls, machine: Machine) -> bool:
-        return machine.tpu.exists or machine.packages.torch_xla is not None
+        devices = get_devices(machine)
+        return devices.exists or devices.packages.torch_xla is not None
 
     @classmethod
     @override
@@ -115,7 +117,7 @@ class Xla(torchrun.ElasticLauncher):
                 f"Cannot use several TPU slices in one run: MEGASCALE_NUM_SLICES={environ['MEGASCALE_NUM_SLICES']}. Train on "
                 "one slice."
             )
-        tpu = machine.tpu
+        tpu = get_devices(machine).tpu
         return list_nodes(options, tpu.hosts_source, tpu.hosts, ("TPU_WORKER_ID", tpu.worker))
 
     @classmethod
@@ -124,7 +126,8 @@ class Xla(torchrun.ElasticLauncher):
         cls, machine: Machine, environ: Mapping[str, str]
     ) -> Mapping[str, Mapping[str, str] | str]:
         """Return the chips and hosts of a TPU, and the state of torch_xla."""
-        tpu, packages = machine.tpu, machine.packages
+        devices = get_devices(machine)
+        tpu, packages = devices.tpu, devices.packages
         return {
             "tpu": {
                 "chips": tpu.summary or "none",
@@ -133,7 +136,7 @@ class Xla(torchrun.ElasticLauncher):
                     if tpu.hosts
                     else {}
                 ),
-                "torch_xla": machine.xla_problem or f"{packages.torch_xla}, with torch {packages.torch}",
+                "torch_xla": devices.problem or f"{packages.torch_xla}, with torch {packages.torch}",
                 "PJRT_DEVICE": environ.get("PJRT_DEVICE", "not set"),
             }
         }
@@ -221,7 +224,7 @@ def _check_settings(spec: LaunchSpec) -> None:
             f"Cannot start replicas with WORLD_SIZE={environ['WORLD_SIZE']}: another launcher has started this process as one "
             "of several. Run accel launch once on each node."
         )
-    if problem := spec.machine.problem or spec.machine.xla_problem:
+    if problem := spec.machine.problem or get_devices(spec.machine).problem:
         raise UsageError(problem)
 
 
@@ -239,7 +242,7 @@ def _find_pjrt_device(spec: LaunchSpec) -> str:
     """Return the device of torch_xla: that of the user, or the TPU of this machine."""
     if device := spec.environ.get("PJRT_DEVICE") or spec.env.get("PJRT_DEVICE"):
         return device
-    if spec.machine.tpu.exists:
+    if get_devices(spec.machine).exists:
         return "TPU"
     raise UsageError(
         f"Cannot use launcher.kind: xla: this machine has no TPU ({spec.machine.summary}). Set PJRT_DEVICE=CPU to try a script "

@@ -148,7 +148,8 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     from accel_cli import launchers
     from accel_cli.console import mask_secrets
     from accel_cli.errors import UsageError
-    from accel_cli.planning.machine import Machine, Packages, Tpu
+    from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
+    from accel_cli.planning.machine import Machine
     from accel_cli.planning.plan import Plan
     from accel_cli.profile import planner
 
@@ -162,7 +163,8 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
             "Cannot use --node-rank with accel tpu-pod: it is for one node, and all of them are started. Leave it out."
         )
     # A worker is assumed to have the packages; its own `accel launch` checks them.
-    worker = Machine(1, tpu=Tpu(("TPU",), "accel tpu-pod"), packages=Packages("2.9.0", "2.9.0", "installed"))
+    devices = XlaDevices(Tpu(("TPU",), "accel tpu-pod"), Packages("2.9.0", "2.9.0", "installed"))
+    worker = Machine(1, others=(devices,))
     resolved, plan = planner.prepare(request, environ, worker)
     if plan.launcher != (needed := launchers.suggest_launcher(worker)):
         raise UsageError(

@@ -11,7 +11,8 @@ from support import golden
 from support.commands import call_accel
 
 import accel_cli
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
+from accel_cli.planning.machine import Machine
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="other systems choose other network interfaces"
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 CONFIGS = Path(__file__).parents[3] / "configs"
 CPU = Machine(8)
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0")
-TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+TPU = Machine(8, others=(XlaDevices(Tpu(("TPU v4",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),))
 MACHINES = {"cpu": CPU, "gpus": GPUS, "tpu": TPU}
 
 PROJECT = """\

@@ -21,12 +21,13 @@ from support.launchers.launch_specs import build_spec
 
 from accel_cli.commands.launch import format_plan
 from accel_cli.errors import UsageError
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS, list_options
 from accel_cli.launchers.launcher import DETACH
 from accel_cli.launchers.sections import Question
 from accel_cli.planning import machine
 from accel_cli.planning.launch_options import Request
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.planning.plan import Plan
 from accel_cli.profile import planner
 
@@ -44,7 +45,7 @@ SECTIONS = {
 }
 """Keys of a section that every rule holds for, by the kind of the launcher."""
 # Every launcher can use it: those without accelerators, and xla.
-MACHINE = Machine(8, tpu=Tpu(("TPU v5e",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+MACHINE = Machine(8, others=(XlaDevices(Tpu(("TPU v5e",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),))
 ARGUMENTS = ("--lr", "-1", "a b")
 
 

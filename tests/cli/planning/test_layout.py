@@ -4,17 +4,18 @@ import pytest
 
 from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.launch_options import Request
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.profile import planner
 from accel_cli.profile.schema import Profile
 from accel_runtime.environment.settings import Settings
 
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True)
-TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+TPU = Machine(8, others=(XlaDevices(Tpu(("TPU v4",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),))
 SINGLE = {"kind": "single"}
 FOUR = {"kind": "torchrun", "nproc_per_node": 4}
 RANGE = {"kind": "torchrun", "nproc_per_node": 2, "nnodes": "1:3", "rdzv_endpoint": "a:1"}

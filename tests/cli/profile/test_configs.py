@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers.launcher import LaunchSpec
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.profile import planner
 from accel_cli.profile.layers import read_file, resolve
 
 FILES = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
-TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+TPU = Machine(8, others=(XlaDevices(Tpu(("TPU v4",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),))
 GPUS = Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0")
 EXPECTED = {
     "bf16": ("torchrun", 1, 4, "cuda", "bf16"),

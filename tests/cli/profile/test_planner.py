@@ -4,16 +4,19 @@ from dataclasses import replace
 import pytest
 
 from accel_cli.errors import ProfileError, UsageError
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.planning.launch_options import Request
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.profile import planner
 from accel_cli.profile.planner import check_target
 from accel_cli.profile.store import write
 
 CPU = Machine(8)
 GPUS = Machine(8, "cuda", ("H100",) * 4)
-TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
-POD = replace(TPU, tpu=replace(TPU.tpu, hosts=("t0", "t1"), worker="1", hosts_source="TPU_WORKER_*"))
+CHIPS, PAIR = Tpu(("TPU v4",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")
+HOST = replace(CHIPS, hosts=("t0", "t1"), worker="1", hosts_source="TPU_WORKER_*")
+TPU = Machine(8, others=(XlaDevices(CHIPS, PAIR),))
+POD = Machine(8, others=(XlaDevices(HOST, PAIR),))
 
 
 def resolved(machine=CPU, **request):
@@ -225,7 +228,7 @@ def test_a_tpu_without_its_packages_is_an_error_with_the_install_command(cwd):
     with pytest.raises(
         UsageError, match=r"torch_xla is not installed\. .* install 'torch-xla\[tpu\]==2.9.0' torch==2.9.0"
     ):
-        planned(replace(TPU, packages=Packages(None, "2.13.0")))
+        planned(Machine(8, others=(XlaDevices(CHIPS, Packages(None, "2.13.0")),)))
 
 
 def test_the_first_host_of_a_pod_is_the_rendezvous_and_hosts_keep_their_ranks(cwd):
@@ -236,8 +239,11 @@ def test_the_first_host_of_a_pod_is_the_rendezvous_and_hosts_keep_their_ranks(cw
 
 
 def test_a_tpu_of_one_host_is_a_single_node(cwd):
-    single_host = replace(
-        TPU, tpu=replace(TPU.tpu, hosts=("localhost",), worker="0", hosts_source="TPU_WORKER_*")
+    single_host = Machine(
+        8,
+        others=(
+            XlaDevices(replace(CHIPS, hosts=("localhost",), worker="0", hosts_source="TPU_WORKER_*"), PAIR),
+        ),
     )
     assert (planned(single_host).nnodes, planned(single_host).node_summary) == (1, "")
 
@@ -253,7 +259,7 @@ def test_options_set_the_endpoint_of_a_pod_and_must_not_contradict_it(cwd):
 @pytest.mark.parametrize("worker", ["", "2", "x"])
 def test_a_host_of_a_pod_without_a_rank_is_an_error(cwd, worker):
     with pytest.raises(UsageError, match="TPU_WORKER_ID"):
-        planned(replace(POD, tpu=replace(POD.tpu, worker=worker)))
+        planned(Machine(8, others=(XlaDevices(replace(HOST, worker=worker), PAIR),)))
 
 
 def test_several_tpu_slices_are_an_error(cwd):

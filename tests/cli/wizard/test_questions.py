@@ -3,9 +3,10 @@ import socket
 import pytest
 
 from accel_cli.errors import ProfileError
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning import network
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.profile.layers import flatten, nest, to_data
 from accel_cli.profile.schema import Profile, describe
 from accel_cli.profile.store import render
@@ -297,7 +298,8 @@ def test_an_answer_is_validated_by_its_field(value, message):
     assert (problem.startswith("expected ") and problem.endswith(" or auto")) if message else problem is None
 
 
-TPU = Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21"))
+CHIPS = Tpu(("TPU v4",) * 4, "PCI")
+TPU = Machine(8, others=(XlaDevices(CHIPS, Packages("2.9.0", "2.9.0", "0.0.21")),))
 
 
 def test_xla_asks_three_questions_and_suggests_bf16():
@@ -319,8 +321,8 @@ def test_xla_asks_three_questions_and_suggests_bf16():
     ("machine", "there"),
     [
         (Machine(8), False),
-        (Machine(8, packages=Packages("2.9.0", "2.9.0")), True),
-        (Machine(8, tpu=TPU.tpu, packages=Packages(None, "2.13.0")), True),
+        (Machine(8, others=(XlaDevices(packages=Packages("2.9.0", "2.9.0")),)), True),
+        (Machine(8, others=(XlaDevices(CHIPS, Packages(None, "2.13.0")),)), True),
     ],
 )
 def test_xla_is_offered_only_with_a_tpu_or_torch_xla(machine, there):

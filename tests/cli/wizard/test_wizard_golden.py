@@ -3,15 +3,18 @@
 import pytest
 from support import golden
 
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.planning import network
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.wizard.questions import next_step
 
 MACHINES = {
     "cpu": Machine(8),
     "gpus": Machine(8, "cuda", ("H100",) * 4, bf16=True, torch="2.13.0"),
-    "tpu": Machine(8, tpu=Tpu(("TPU v4",) * 4, "PCI"), packages=Packages("2.9.0", "2.9.0", "0.0.21")),
+    "tpu": Machine(
+        8, others=(XlaDevices(Tpu(("TPU v4",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),)
+    ),
 }
 CONVERSATIONS = {
     "single": {},

@@ -9,16 +9,18 @@ from pydantic import ValidationError
 from accel_cli.commands.launch import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.launcher import Xla
+from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.launch_options import Request
-from accel_cli.planning.machine import Machine, Packages, Tpu
+from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
 from accel_cli.profile import planner
 from accel_runtime.environment.settings import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
-TPU = Machine(cpus=8, tpu=Tpu(("TPU v5e",) * 4, "PCI"), packages=PAIR)
-NONE = Machine(cpus=8, packages=PAIR)
+CHIPS = Tpu(("TPU v5e",) * 4, "PCI")
+TPU = Machine(cpus=8, others=(XlaDevices(CHIPS, PAIR),))
+NONE = Machine(cpus=8, others=(XlaDevices(packages=PAIR),))
 TOLD = Settings(device="xla").to_env()
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
 
@@ -77,9 +79,9 @@ def test_pjrt_device_of_the_user_is_kept_and_shown(environ, env):
         ),
         ({"env": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}}, "or set launcher.spmd: true"),
         ({"machine": NONE}, "this machine has no TPU (8 CPU cores). Set PJRT_DEVICE=CPU"),
-        ({"machine": replace(TPU, packages=Packages())}, "torch_xla is not installed"),
+        ({"machine": Machine(8, others=(XlaDevices(CHIPS),))}, "torch_xla is not installed"),
         (
-            {"machine": replace(TPU, packages=Packages("2.9.0", "2.13.0", "1"))},
+            {"machine": Machine(8, others=(XlaDevices(CHIPS, Packages("2.9.0", "2.13.0", "1")),))},
             "needs torch 2.9, but torch 2.13.0 is installed",
         ),
     ],
