@@ -7,18 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from accel_cli.accelerate.config_rules import (
     CLUSTER_KEYS,
     ENGINE_KEYS,
-    SAGEMAKER_KEYS,
+    JOB_KEYS,
+    JOB_RULES,
     SECTIONS,
     Answer,
     KeyRule,
     dropped,
+    find_job_rules,
     find_rule,
 )
 from accel_cli.accelerate.config_values import (
@@ -33,24 +35,23 @@ from accel_cli.profile import layers
 from accel_cli.profile.layers import Layer, nest
 from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, explain
-from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.accelerate import launch, sharding
+from accel_runtime.environment.accelerate.sharding import EngineWords
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
     "Imported",
-    "ShardingSection",
     "convert",
-    "find_deepspeed_file",
-    "name_keys_of_deepspeed_file",
-    "read_deepspeed_file",
-    "uses_deepspeed",
-    "wrap_deepspeed_file",
+    "find_engine",
+    "find_engine_file",
+    "find_job_rules",
+    "name_keys_of_engine_file",
+    "read_engine_file",
+    "wrap_engine_file",
 ]
 
 _DEFAULTS = (launch.NUM_PROCESSES.key, launch.NUM_MACHINES.key)
 """Keys that set values of the profile even if the file leaves them out."""
-ShardingSection = Literal["fully_shard", "deepspeed"]
-"""The section of the profile that DeepSpeed's settings become."""
 KeyPath = tuple[str, ...]
 """The keys that lead to a value: `fsdp_config`, `fsdp_version`."""
 
@@ -67,27 +68,34 @@ class Imported:
     """The other keys, and why they are left out."""
 
 
-def find_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Path | None:
-    """Return the path of the JSON file that an Accelerate config names for DeepSpeed; None if there is no such file.
+def find_engine(data: Mapping[str, Any]) -> EngineWords | None:
+    """Return the engine that an Accelerate config uses; None if it uses none."""
+    kind = str(data.get(launch.DISTRIBUTED_TYPE.key, "")).strip().upper()
+    return next((engine for engine in sharding.ENGINES if engine.section.distributed_type == kind), None)
+
+
+def find_engine_file(data: Mapping[str, Any], folder: Path) -> Path | None:
+    """Return the path of the JSON file that an Accelerate config names for an engine; None if there is no such file.
 
     Args:
         data: The config, parsed.
         folder: The folder of the config, searched after the current one, where Accelerate itself looks.
     """
-    section = data.get(sharding.DEEPSPEED.key)
-    name = section.get(sharding.DEEPSPEED_FILE.key) if isinstance(section, Mapping) else None
-    if not isinstance(name, str) or not name:
-        return None
-    return next((file.absolute() for file in (Path(name), folder / name) if file.is_file()), None)
+    for engine in sharding.ENGINES:
+        section = data.get(engine.section.key)
+        name = section.get(engine.file.key) if isinstance(section, Mapping) else None
+        if isinstance(name, str) and name:
+            return next((file.absolute() for file in (Path(name), folder / name) if file.is_file()), None)
+    return None
 
 
-def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
-    """Return the content of the file of `find_deepspeed_file`; None without one.
+def read_engine_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
+    """Return the content of the file of `find_engine_file`; None without one.
 
     Raises:
         ProfileError: The file exists and is not a JSON object.
     """
-    path = find_deepspeed_file(data, folder)
+    path = find_engine_file(data, folder)
     if path is None:
         return None
     try:
@@ -99,61 +107,63 @@ def read_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, A
     return content
 
 
-def wrap_deepspeed_file(path: Path) -> dict[str, Any] | None:
-    """Return the Accelerate config that names a JSON file of DeepSpeed; None if it is another file."""
+def wrap_engine_file(path: Path) -> dict[str, Any] | None:
+    """Return the Accelerate config that names a JSON file of an engine; None if it is another file."""
     if path.suffix != ".json":
         return None
-    data: dict[str, Any] = {
-        launch.COMPUTE_ENVIRONMENT.key: launch.LOCAL,
-        launch.DISTRIBUTED_TYPE.key: sharding.DEEPSPEED.distributed_type,
-        sharding.DEEPSPEED.key: {sharding.DEEPSPEED_FILE.key: str(path)},
-    }
-    content = read_deepspeed_file(data, Path()) or {}
-    return data if content.keys() & ENGINE_KEYS else None
+    for engine in sharding.ENGINES:
+        data: dict[str, Any] = {
+            launch.COMPUTE_ENVIRONMENT.key: launch.LOCAL,
+            launch.DISTRIBUTED_TYPE.key: engine.section.distributed_type,
+            engine.section.key: {engine.file.key: str(path)},
+        }
+        content = read_engine_file(data, Path()) or {}
+        if content.keys() & ENGINE_KEYS.get(engine.name, frozenset()):
+            return data
+    return None
 
 
-def name_keys_of_deepspeed_file(lines: Iterable[tuple[str, str]], file: Path) -> tuple[tuple[str, str], ...]:
-    """Return the results of `wrap_deepspeed_file`, with the keys of the JSON file itself."""
-    prefix, kind = f"{sharding.DEEPSPEED_FILE.key}.", launch.DISTRIBUTED_TYPE.key
-    return tuple(
-        (line.removeprefix(prefix) if line.startswith(prefix) else str(file), text)
-        for line, text in lines
-        if line.startswith((prefix, f"{kind}:"))
-    )
-
-
-def uses_deepspeed(data: Mapping[str, Any]) -> bool:
-    """Return True if an Accelerate config uses DeepSpeed."""
-    kind = str(data.get(launch.DISTRIBUTED_TYPE.key, "")).strip().upper()
-    return kind == sharding.DEEPSPEED.distributed_type
+def name_keys_of_engine_file(lines: Iterable[tuple[str, str]], file: Path) -> tuple[tuple[str, str], ...]:
+    """Return the results of `wrap_engine_file`, with the keys of the JSON file itself."""
+    prefixes = tuple(f"{engine.file.key}." for engine in sharding.ENGINES)
+    named = []
+    for line, text in lines:
+        if prefix := next((prefix for prefix in prefixes if line.startswith(prefix)), None):
+            named.append((line.removeprefix(prefix), text))
+        elif line.startswith(f"{launch.DISTRIBUTED_TYPE.key}:"):
+            named.append((str(file), text))
+    return tuple(named)
 
 
 def convert(
     data: Mapping[str, Any],
     where: str,
-    deepspeed_file: Mapping[str, Any] | None = None,
+    engine_file: Mapping[str, Any] | None = None,
     *,
-    deepspeed_path: Path | None = None,
-    section: ShardingSection = "fully_shard",
+    engine_path: Path | None = None,
+    section: str = "fully_shard",
 ) -> Imported:
     """Return the profile of an Accelerate config file.
 
     Args:
         data: The file, parsed.
         where: The name of the file in errors.
-        deepspeed_file: The JSON file that it names for DeepSpeed, parsed.
-        deepspeed_path: The path of that file.
-        section: The section of the profile that DeepSpeed's settings become.
+        engine_file: The JSON file that it names for an engine, parsed.
+        engine_path: The path of that file.
+        section: The section of the profile that the settings of an engine become.
 
     Raises:
         ProfileError: All keys that are not known and values that are not accepted.
     """
-    is_sagemaker = normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
-    keys = SAGEMAKER_KEYS if is_sagemaker else CLUSTER_KEYS
+    job = find_job_rules(data.get(launch.COMPUTE_ENVIRONMENT.key))
+    keys = JOB_KEYS[job.environment] if job else CLUSTER_KEYS
     config = replace(
-        _parse_config(data, keys, deepspeed_file), deepspeed_path=str(deepspeed_path or ""), sharding=section
+        _parse_config(data, keys, engine_file),
+        engine_path=str(engine_path or ""),
+        sharding=section,
+        job_launcher=job.launcher if job else "",
     )
-    entries = dict(_list_entries(data, keys, deepspeed_file))
+    entries = dict(_list_entries(data, keys, engine_file))
     entries.setdefault((launch.DISTRIBUTED_TYPE.key,), None)
     answers: dict[KeyPath, Answer] = {}
     problems: dict[str, Problem] = {}
@@ -179,8 +189,8 @@ def convert(
         for path, answer in answers.items()
     ]
     profile = _build_profile(defaults, answers, where)
-    if config.keeps_deepspeed:
-        _check_deepspeed(profile, where)
+    if config.engine and config.keeps_engine:
+        _check_engine(profile, where, config.engine)
     return Imported(
         data=profile,
         mapped=tuple((line, answer.text) for line, answer in lines if answer.is_applied),
@@ -188,18 +198,18 @@ def convert(
     )
 
 
-def _check_deepspeed(profile: Mapping[str, Any], where: str) -> None:
-    """Raise ProfileError if DeepSpeed's JSON file is invalid, or contradicts the other keys."""
+def _check_engine(profile: Mapping[str, Any], where: str, engine: EngineWords) -> None:
+    """Raise ProfileError if the engine's JSON file is invalid, or contradicts the other keys."""
     try:
         layers.resolve([Layer(where, {**layers.flatten(profile)}, {"": where})]).complete_engine()
     except ProfileError:
         raise
     except UsageError as error:
-        raise ProfileError([Problem(where, sharding.DEEPSPEED.key, str(error))]) from None
+        raise ProfileError([Problem(where, engine.section.key, str(error))]) from None
 
 
 def _parse_config(
-    data: Mapping[str, Any], keys: Mapping[str, KeyRule], deepspeed_file: Mapping[str, Any] | None
+    data: Mapping[str, Any], keys: Mapping[str, KeyRule], engine_file: Mapping[str, Any] | None
 ) -> AccelerateConfig:
     """Return the keys that decide how others are converted; those with invalid values have their default."""
     settings = {}
@@ -207,11 +217,18 @@ def _parse_config(
         if name in keys and data.get(name) is not None:
             with suppress(InvalidValueError):
                 settings[name] = keys[name].parse(data[name])
-    return AccelerateConfig(**settings, deepspeed_file=deepspeed_file)
+    sections = {engine.section.key: data.get(engine.section.key) for engine in sharding.ENGINES}
+    return AccelerateConfig(
+        **settings,
+        engine_sections={
+            key: value for key, value in sections.items() if key in keys and isinstance(value, Mapping)
+        },
+        engine_file=engine_file,
+    )
 
 
 def _list_entries(
-    data: Mapping[str, Any], keys: Mapping[str, KeyRule], deepspeed_file: Mapping[str, Any] | None
+    data: Mapping[str, Any], keys: Mapping[str, KeyRule], engine_file: Mapping[str, Any] | None
 ) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the values that have an answer of their own, with the keys that lead to them."""
     for key, value in data.items():
@@ -223,7 +240,11 @@ def _list_entries(
                 yield from (((key, name, str(variable)), each) for variable, each in inner.items())
             else:
                 yield (key, str(name)), inner
-    yield from _list_leaves(deepspeed_file or {}, (sharding.DEEPSPEED_FILE.key,))
+    for engine in sharding.ENGINES:
+        if isinstance(data.get(engine.section.key), Mapping) and data[engine.section.key].get(
+            engine.file.key
+        ):
+            yield from _list_leaves(engine_file or {}, (engine.file.key,))
 
 
 def _list_leaves(data: Mapping[str, Any], above: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
@@ -248,9 +269,10 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, KeyRule], config: Acce
         if answer.values and keys[section].target in _list_argument_values(config):
             return dropped("additional_args take precedence, as in Accelerate")
         return answer
-    if section == sharding.DEEPSPEED_FILE.key and config.keeps_deepspeed:
-        return Answer(f"in {sharding.DEEPSPEED_FILE.profile_key}")
-    if section == sharding.DEEPSPEED_FILE.key and normalize(value) == "auto":
+    file = next((engine.file for engine in sharding.ENGINES if engine.file.key == section), None)
+    if file and config.keeps_engine:
+        return Answer(f"in {file.profile_key}")
+    if file and normalize(value) == "auto":
         return Answer("filled in from the script, as in Accelerate")
     unused = config.explain_unused(section)
     try:
@@ -264,17 +286,18 @@ def _answer(path: KeyPath, value: Any, keys: Mapping[str, KeyRule], config: Acce
 
 def _build_unknown_key(key: str, keys: Mapping[str, KeyRule], where: str) -> Problem:
     hint = did_you_mean(find_nearest(key, list(keys)))
-    if key in CLUSTER_KEYS or key in SAGEMAKER_KEYS:
-        owner = launch.LOCAL if key in CLUSTER_KEYS else launch.SAGEMAKER
-        hint = f"it belongs to {launch.COMPUTE_ENVIRONMENT.key}: {owner}"
+    owners = [name for name, known in {launch.LOCAL: CLUSTER_KEYS, **JOB_KEYS}.items() if key in known]
+    if owners:
+        hint = f"it belongs to {launch.COMPUTE_ENVIRONMENT.key}: {owners[0]}"
     return Problem(where, key, "Accelerate does not know this key", hint=hint)
 
 
 def _list_argument_values(config: AccelerateConfig) -> Iterator[str]:
-    """Yield the keys of the profile that the arguments of SageMaker's estimator set."""
-    for name, value in config.additional_args.items():
-        with suppress(InvalidValueError):
-            yield from find_rule(sagemaker.ADDITIONAL_ARGUMENTS, (str(name),)).apply(value, config).values
+    """Yield the keys of the profile that the arguments of the service's own library set."""
+    for section in (JOB_RULES[name].section for name in JOB_RULES.names):
+        for name, value in config.additional_args.items():
+            with suppress(InvalidValueError):
+                yield from find_rule(section, (str(name),)).apply(value, config).values
 
 
 def _build_profile(

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_cli.accelerate import convert, find_deepspeed_file, read_deepspeed_file, uses_deepspeed
-from accel_cli.accelerate.config_values import normalize
+from accel_cli.accelerate import convert, find_engine, find_engine_file, find_job_rules, read_engine_file
 from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
 from accel_cli.planning.launch_options import ConfigFile
@@ -33,8 +32,9 @@ _EXPRESSED = frozenset(
         sharding.VERSION,
         *sharding.PARALLELISM.settings,
     }
-) | {sharding.DEEPSPEED_FIELDS.variable}
+) | {engine.fields.variable for engine in sharding.ENGINES}
 """Variables whose meaning a profile has."""
+_ENGINE_FILES = frozenset(engine.file.key for engine in sharding.ENGINES)
 _SHARDING = ("parallel.", "fully_shard.")
 _WITHOUT_MESH = {size.profile_key: 1 for size in sharding.MESH_SIZES}
 
@@ -71,8 +71,8 @@ _VARIABLES = {
     },
 }
 """The variable of each key, by its section and name."""
-_MULTINODE_LAUNCHER = "deepspeed_multinode_launcher"
-"""Every node runs the same command, as with its value `standard`."""
+_MULTINODE_LAUNCHERS = frozenset(engine.multinode_launcher.key for engine in sharding.ENGINES)
+"""Every node runs the same command, as with their value `standard`."""
 
 
 def read_config(path: Path, data: Mapping[str, Any] | None = None) -> ConfigFile:
@@ -116,18 +116,18 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         ProfileError: All keys that are not known and values that are not accepted.
     """
     kind = get_kind(data)
-    engine = _find_engine(data)
+    engine, used = _find_passed_engine(data), find_engine(data)
     imported = convert(
         _select_convertible(data, engine),
         name,
-        read_deepspeed_file(data, folder),
-        deepspeed_path=find_deepspeed_file(data, folder),
+        read_engine_file(data, folder),
+        engine_path=find_engine_file(data, folder),
         # An engine is passed on as it is, and the keys of the other section are left out.
-        section="fully_shard" if engine else "deepspeed",
+        section="fully_shard" if engine or not used else used.name,
     )
     values = flatten(imported.data)
     del values["schema_version"]
-    variables = {} if _is_job(data) else _list_used(build_variables(_resolve_deepspeed_file(data, folder)))
+    variables = {} if _is_job(data) else _list_used(build_variables(_resolve_engine_file(data, folder)))
     passed = _select_passed(variables, engine, imported.left, is_8bit=is_fp8(data))
     reason = ""
     if engine:
@@ -135,7 +135,7 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
         values = {
             key: value for key, value in values.items() if not key.startswith(_SHARDING)
         } | _WITHOUT_MESH
-    elif uses_deepspeed(data):
+    elif used:
         reason = f"{launch.DISTRIBUTED_TYPE.key}: {kind}"
         values |= _WITHOUT_MESH
     elif variables.get(sharding.VERSION.variable) == "1":
@@ -150,19 +150,20 @@ def build_config(data: Mapping[str, Any], name: str, folder: Path) -> ConfigFile
     )
 
 
-def _find_engine(data: Mapping[str, Any]) -> ConfigSection | None:
+def _find_passed_engine(data: Mapping[str, Any]) -> ConfigSection | None:
     """Return the section of an engine that a profile does not have, and that replaces `parallel:` and `fully_shard:`."""
     if get_kind(data) == megatron.MEGATRON_LM.distributed_type:
         return megatron.MEGATRON_LM
-    # With another dimension, as for sequence parallelism of DeepSpeed, no section of a profile has the file's meaning.
+    # With another dimension, as for the sequence parallelism of an engine, no section of a profile has the file's meaning.
     mesh = read_section(data, sharding.PARALLELISM)
     sizes = (sharding.SP_SIZE, *sharding.MESH_SIZES)
     has_mesh = any(str(mesh.get(size.key, 1)) != "1" for size in sizes)
-    return sharding.DEEPSPEED if uses_deepspeed(data) and has_mesh else None
+    used = find_engine(data)
+    return used.section if used and has_mesh else None
 
 
 def _is_job(data: Mapping[str, Any]) -> bool:
-    return normalize(data.get(launch.COMPUTE_ENVIRONMENT.key)) == normalize(launch.SAGEMAKER)
+    return find_job_rules(data.get(launch.COMPUTE_ENVIRONMENT.key)) is not None
 
 
 def _select_convertible(data: Mapping[str, Any], engine: ConfigSection | None) -> dict[str, Any]:
@@ -173,13 +174,14 @@ def _select_convertible(data: Mapping[str, Any], engine: ConfigSection | None) -
     return {key: value for key, value in data.items() if key not in left_out}
 
 
-def _resolve_deepspeed_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """Return the config with the path of DeepSpeed's file as seen from the current folder."""
-    section = read_section(data, sharding.DEEPSPEED)
-    name = str(section.get(sharding.DEEPSPEED_FILE.key, ""))
-    if not name or Path(name).exists() or not (folder / name).is_file():
-        return data
-    return {**data, sharding.DEEPSPEED.key: {**section, sharding.DEEPSPEED_FILE.key: str(folder / name)}}
+def _resolve_engine_file(data: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return the config with the path of an engine's file as seen from the current folder."""
+    for engine in sharding.ENGINES:
+        section = read_section(data, engine.section)
+        name = str(section.get(engine.file.key, ""))
+        if name and not Path(name).exists() and (folder / name).is_file():
+            data = {**data, engine.section.key: {**section, engine.file.key: str(folder / name)}}
+    return data
 
 
 def _list_used(variables: Mapping[str, str]) -> dict[str, str]:
@@ -227,8 +229,8 @@ def _list_unused(
         section, _, name = line.partition(":")[0].rpartition(".")
         is_passed = _find_variable(line) in passed
         is_of_engine = engine is not None and (
-            section.partition(".")[0] == sharding.DEEPSPEED_FILE.key
-            or (section == engine.key and (engine.variable_prefix or name == _MULTINODE_LAUNCHER))
+            section.partition(".")[0] in _ENGINE_FILES
+            or (section == engine.key and (engine.variable_prefix or name in _MULTINODE_LAUNCHERS))
         )
         if not (is_passed or is_of_engine):
             yield line, reason

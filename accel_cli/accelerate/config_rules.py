@@ -2,7 +2,7 @@
 
 The rule of a key follows from its setting in `accel_runtime.environment.accelerate`: the profile has it under another
 name, accel does it anyway, or it is left out for a reason. The functions here convert the keys whose result depends on
-other keys too. The arguments of SageMaker's estimator have a table here.
+other keys too. Engines and jobs of a service have their rules in the tables.
 """
 
 from __future__ import annotations
@@ -19,29 +19,22 @@ from accel_cli.accelerate.config_values import (
     Answer,
     EngineRules,
     InvalidValueError,
+    JobRules,
     KeyRule,
-    build_parser,
+    build_rule,
     drop,
     dropped,
-    integer,
     keep,
     normalize,
-    pairs,
-    parse_bool,
-    parse_instance_type,
     parse_mapping,
     parse_or,
     parse_strategy,
-    parse_text,
-    parse_texts,
-    same,
     sets,
     take,
 )
-from accel_cli.console import is_secret
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.profile.validation_errors import did_you_mean
-from accel_runtime.environment.accelerate import launch, megatron, sagemaker, sharding
+from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import find_nearest
@@ -49,11 +42,13 @@ from accel_runtime.environment.settings import find_nearest
 __all__ = [
     "CLUSTER_KEYS",
     "ENGINE_KEYS",
-    "SAGEMAKER_KEYS",
+    "JOB_KEYS",
+    "JOB_RULES",
     "SECTIONS",
     "Answer",
     "KeyRule",
     "dropped",
+    "find_job_rules",
     "find_rule",
 ]
 
@@ -64,17 +59,27 @@ _POD = "use accel tpu-pod NAME, which starts the script on all hosts of a TPU po
 _SECTION = KeyRule(lambda *_: OFF, parse_mapping)
 
 
-def _convert_environment(word: str, _: AccelerateConfig) -> Answer:
-    return Answer("launcher.kind: sagemaker" if word == launch.SAGEMAKER else "accel runs on this machine")
+def _convert_environment(word: str, config: AccelerateConfig) -> Answer:
+    if word == launch.LOCAL:
+        return Answer("accel runs on this machine")
+    if not config.job_launcher:
+        raise InvalidValueError("this installation of accel has no launcher for it")
+    return Answer(f"launcher.kind: {config.job_launcher}")
 
 
 def _convert_distributed_type(kind: str, config: AccelerateConfig) -> Answer:
+    if kind in sharding.ENGINE_TYPES and not config.engine:
+        raise InvalidValueError("this installation of accel does not have this engine")
     parallel = {f"parallel.{name}": size for name, size in config.parallel.items()}
-    values = {"launcher.kind": config.launcher, "device": config.device, **parallel, **config.deepspeed}
+    values = {"launcher.kind": config.launcher, "device": config.device, **parallel, **config.engine_values}
     text = sets({key: value for key, value in values.items() if (key, value) != ("device", "auto")}).text
     if kind == "MEGATRON_LM":
         text = f"{text} ({megatron.MEGATRON_LM.reason})"
-    elif kind in {"FSDP", "DEEPSPEED"} and not parallel and not config.keeps_deepspeed:
+    elif (
+        kind in {sharding.FSDP.distributed_type, *sharding.ENGINE_TYPES}
+        and not parallel
+        and not config.keeps_engine
+    ):
         text += ", and models are replicated on every process (DDP)"
     return Answer(text, kind != "MEGATRON_LM", {**values, "mixed_precision": config.precision})
 
@@ -187,53 +192,11 @@ def _convert_ignored_modules(value: Any, _: AccelerateConfig) -> Answer:
 def _mesh_size(setting: Setting) -> KeyRule:
     def convert(size: int, config: AccelerateConfig) -> Answer:
         reason = config.explain_single_process()
-        if config.keeps_deepspeed:
-            reason = "DeepSpeed shards models itself; use fully_shard for other dimensions"
+        if config.engine and config.keeps_engine:
+            reason = f"{config.engine.title} shards models itself; use fully_shard for other dimensions"
         return dropped(reason) if reason else Answer(f"{setting.profile_key}: {size}")
 
     return KeyRule(convert, off=setting.off)
-
-
-# Amazon SageMaker: the file, and the arguments of SageMaker's estimator in it.
-
-
-_OLDEST_TORCH = (2, 9)
-
-
-def _convert_sagemaker_type(kind: str, config: AccelerateConfig) -> Answer:
-    values = {"launcher.kind": "sagemaker", "device": config.device, "mixed_precision": config.precision}
-    if kind == "NO" and not config.additional_args.get("distribution"):
-        return Answer("launcher.nproc_per_node: 1", values={**values, "launcher.nproc_per_node": 1})
-    if kind == "NO":
-        return Answer("launcher.kind: sagemaker", values=values)
-    reason = (
-        "no AWS image with torch 2.9 or newer has SageMaker's model-parallel library; set parallel instead"
-    )
-    if kind == "DATA_PARALLEL" and not (reason := config.explain_no_smddp()):
-        return Answer("process_group_backend: smddp", values={**values, "process_group_backend": "smddp"})
-    return Answer(reason, is_applied=False, values=values)
-
-
-def _convert_torch_version(version: str, config: AccelerateConfig) -> Answer:
-    if config.has_image:
-        return dropped("launcher.image_uri determines the version of torch")
-    if (match := re.match(r"(\d+)\.(\d+)", version)) and (int(match[1]), int(match[2])) >= _OLDEST_TORCH:
-        return sets({"launcher.pytorch_version": version})
-    oldest = ".".join(map(str, _OLDEST_TORCH))
-    return dropped(f"accel needs torch {oldest} or newer; the image matches the torch of this machine")
-
-
-def _convert_distribution(value: Mapping[str, Any], _: AccelerateConfig) -> Answer:
-    is_torchrun = isinstance(value, Mapping) and value.keys() <= {"torch_distributed", "pytorchddp"}
-    return Answer("accel starts the processes of every host with torchrun", is_applied=is_torchrun)
-
-
-def _variable(name: str) -> KeyRule:
-    """Return the rule of an environment variable."""
-    if is_secret(name):
-        reason = f"a secret: store it in AWS Secrets Manager, and write its name in launcher.secrets.{name}"
-        return drop(reason, parse=parse_text)
-    return KeyRule(lambda value, _: sets({f"env.{name}": value}), parse_text)
 
 
 # `torch.compile`.
@@ -263,8 +226,15 @@ ENGINE_RULES: Registry[EngineRules] = Registry(
 )
 """The rules of each engine's section in a config file."""
 _ENGINES = tuple(ENGINE_RULES[name] for name in ENGINE_RULES.names)
-ENGINE_KEYS = frozenset(key for engine in _ENGINES for key in engine.keys)
-"""Keys at the top of the files of engines."""
+ENGINE_KEYS: Mapping[str, frozenset[str]] = {name: ENGINE_RULES[name].keys for name in ENGINE_RULES.names}
+"""Keys at the top of the file of each engine."""
+JOB_RULES: Registry[JobRules] = Registry(
+    {
+        "sagemaker": "accel_cli.extensions.sagemaker.accelerate_rules:RULES",
+    }
+)
+"""The rules of each launcher's `compute_environment`."""
+_JOBS = tuple(JOB_RULES[name] for name in JOB_RULES.names)
 _SIZES = (*sharding.MESH_SIZES, sharding.TP_CONFIG_SIZE)
 _CONVERTED: Mapping[Setting, KeyRule] = {
     # `no` is a value of the profile too.
@@ -287,30 +257,16 @@ _CONVERTED: Mapping[Setting, KeyRule] = {
     **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
     sharding.IGNORED_MODULES: KeyRule(_convert_ignored_modules, off=EMPTY),
     **{setting: rule for engine in _ENGINES for setting, rule in engine.converted.items()},
+    **{setting: rule for job in _JOBS for setting, rule in job.converted.items()},
     **{setting: _mesh_size(setting) for setting in _SIZES},
     launch.DYNAMO_SETTINGS[0]: KeyRule(_convert_backend, off=(*EMPTY, "no")),
     **{setting: _compile_with(setting) for setting in launch.DYNAMO_SETTINGS[1:]},
-    sagemaker.DISTRIBUTED_TYPE: KeyRule(_convert_sagemaker_type),
-    sagemaker.PYTORCH_VERSION: KeyRule(
-        _convert_torch_version, off=EMPTY, target=sagemaker.PYTORCH_VERSION.profile_key
-    ),
 }
 """The rules of keys whose result depends on other keys, or on more than their value; the setting has the parser."""
 
 
-def _build_rule(setting: Setting) -> KeyRule:
-    parse = build_parser(setting.values)
-    if setting in _CONVERTED:
-        return replace(_CONVERTED[setting], parse=parse)
-    if setting.implied:
-        return same(setting.implied, *(() if setting.takes_any_value else setting.same or ()), parse=parse)
-    if setting.reason:
-        return drop(setting.reason, *setting.off, parse=parse)
-    return take(setting.profile_key, parse, *setting.off)
-
-
 def _build_rules(settings: Iterable[Setting]) -> dict[str, KeyRule]:
-    return {setting.key: _build_rule(setting) for setting in settings if setting.key}
+    return {setting.key: build_rule(setting, _CONVERTED) for setting in settings if setting.key}
 
 
 def _build_section(section: ConfigSection) -> dict[str, KeyRule]:
@@ -323,86 +279,41 @@ CLUSTER_KEYS: Mapping[str, KeyRule] = {
     **{section.key: _SECTION for section in launch.SECTIONS},
 }
 """The keys of a file of `compute_environment: LOCAL_MACHINE`."""
-SAGEMAKER_KEYS: Mapping[str, KeyRule] = {
-    **_build_rules(sagemaker.SETTINGS),
-    **dict.fromkeys((launch.DYNAMO.key, sagemaker.ADDITIONAL_ARGUMENTS), _SECTION),
+JOB_KEYS: Mapping[str, Mapping[str, KeyRule]] = {
+    job.environment: {
+        **_build_rules(job.settings),
+        **dict.fromkeys((launch.DYNAMO.key, job.section), _SECTION),
+    }
+    for job in _JOBS
 }
-"""The keys of a file of `compute_environment: AMAZON_SAGEMAKER`."""
-_COUNT = integer(0)
-_INSTANCE_TYPE = take("launcher.instance_type", parse_instance_type)
-_TORCH_VERSION, _PY_VERSION, _TRANSFORMERS_VERSION = map(
-    _build_rule, (sagemaker.PYTORCH_VERSION, sagemaker.PY_VERSION, sagemaker.TRANSFORMERS_VERSION)
-)
-_BUCKET = drop("accel puts everything of a job below s3://BUCKET/accel: launcher.bucket")
-_WITHOUT_SETTING = """
-    debugger_hook_config enable_infra_check enable_remote_debug enable_sagemaker_metrics enable_session_tag_chaining
-    instance_groups max_retry_attempts profiler_config rules tensorboard_output_config training_plan
-    training_repository_access_mode"""
-_ARGUMENTS: Mapping[str, KeyRule] = {
-    "base_job_name": take("launcher.base_job_name", parse_text),
-    "checkpoint_s3_uri": take("launcher.checkpoint_uri", parse_text),
-    "enable_network_isolation": take("launcher.network_isolation", parse_bool),
-    "encrypt_inter_container_traffic": take("launcher.encrypt_traffic", parse_bool),
-    "framework_version": _TORCH_VERSION,
-    "image_uri": take("launcher.image_uri", parse_text),
-    "instance_count": take("launcher.instance_count", _COUNT),
-    "instance_type": _INSTANCE_TYPE,
-    "keep_alive_period_in_seconds": take("launcher.keep_alive", _COUNT, "0"),
-    "max_run": take("launcher.max_run", _COUNT),
-    "max_wait": take("launcher.max_wait", _COUNT, "0"),
-    "metric_definitions": take("launcher.metrics", pairs("Name", "Regex")),
-    "output_kms_key": take("launcher.output_kms_key", parse_text),
-    "pytorch_version": _TORCH_VERSION,
-    "role": take("launcher.role", parse_text),
-    "security_group_ids": take("launcher.security_group_ids", parse_texts),
-    "source_dir": take("launcher.source_dir", parse_text),
-    "subnets": take("launcher.subnets", parse_texts),
-    "tags": take("launcher.tags", pairs("Key", "Value")),
-    "use_spot_instances": take("launcher.spot", parse_bool),
-    "volume_kms_key": take("launcher.volume_kms_key", parse_text),
-    "volume_size": take("launcher.volume_size", _COUNT),
-    "environment": _SECTION,
-    "checkpoint_local_path": same("accel always uses /opt/ml/checkpoints", "/opt/ml/checkpoints"),
-    "container_log_level": same("accel does not use SageMaker's toolkit", "20", parse=normalize),
-    "input_mode": same("set it for each channel in launcher.inputs", "file", parse=normalize),
-    "code_location": _BUCKET,
-    "output_path": _BUCKET,
-    "dependencies": drop("accel sends launcher.source_dir only; copy the dependencies into it"),
-    "distribution": KeyRule(_convert_distribution, off=EMPTY),
-    "entry_point": drop("use accel launch SCRIPT"),
-    "git_config": drop("accel sends the files of this machine; check the repository out here"),
-    "hyperparameters": drop("pass them to the script: accel launch SCRIPT --name value"),
-    "inputs": drop("write them in launcher.inputs"),
-    "model_dir": drop("write it in launcher.model_dir"),
-    "py_version": _PY_VERSION,
-    "transformers_version": _TRANSFORMERS_VERSION,
-    "disable_profiler": same("accel does not use SageMaker's profiler", "true", "1", parse=normalize),
-    **dict.fromkeys(_WITHOUT_SETTING.split(), drop("a job of accel does not have this setting")),
-}
-"""The arguments in `additional_args`."""
+"""The keys of a file of each other `compute_environment`."""
 SECTIONS: Mapping[str, Mapping[str, KeyRule]] = {
     **{section.key: _build_section(section) for section in launch.SECTIONS},
     **{engine.section: engine.file for engine in _ENGINES},
-    sagemaker.ADDITIONAL_ARGUMENTS: _ARGUMENTS,
+    **{job.section: job.arguments for job in _JOBS},
 }
 """The rules of each section; `*` is any other key."""
 _PREFIXES = {section.key: section.prefix for section in launch.SECTIONS}
 """Accelerate adds the prefix to keys without it."""
 
 
+def find_job_rules(environment: Any) -> JobRules | None:
+    """Return the rules of a `compute_environment`, not parsed, whose scripts are jobs; None for others."""
+    return next((job for job in _JOBS if normalize(job.environment) == normalize(environment)), None)
+
+
 def find_rule(section: str, names: tuple[str, ...]) -> KeyRule:
     """Return the rule of a key in a section, by the names that lead to it."""
     rules, key = SECTIONS[section], names[0]
-    if (section, key) == (sagemaker.ADDITIONAL_ARGUMENTS, "environment") and len(names) > 1:
-        return _variable(names[1])
+    job = next((job for job in _JOBS if job.section == section), None)
+    if job and (rule := job.find_argument(names)):
+        return rule
     prefix = _PREFIXES.get(section, "")
     for name in (".".join(names), key, prefix + key, "*"):
         if name in rules:
             return rules[name]
-    if section == sagemaker.ADDITIONAL_ARGUMENTS and is_secret(key):
-        return drop("credentials stay with AWS's tools; launcher.aws_profile names a profile of theirs")
     known = [*rules, *(name.removeprefix(prefix) for name in rules)]
     nearest = find_nearest(key, known) or next((name for name in rules if name.endswith(f"_{key}")), None)
-    unknown = "Accelerate" if section != sagemaker.ADDITIONAL_ARGUMENTS else "accel"
+    unknown = "accel" if job else "Accelerate"
     hint = f" ({did_you_mean(nearest)})" if nearest else ""
     return KeyRule(lambda *_: dropped(f"{unknown} does not know this key{hint}"))

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 from accel_cli.console import mask_secrets
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile.validation_errors import did_you_mean, one_of
-from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Choices, ConfigSection, IntegerRange, Setting, Values
-from accel_runtime.environment.accelerate.sharding import Fsdp1Strategy
+from accel_runtime.environment.accelerate.sharding import EngineWords, Fsdp1Strategy
+from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
 
 __all__ = [
     "EMPTY",
+    "ENGINE_READERS",
     "OFF",
     "SHARDING_TYPES",
     "AccelerateConfig",
     "Answer",
+    "EngineReader",
     "EngineRules",
     "InvalidValueError",
+    "JobRules",
     "KeyRule",
     "Parser",
     "build_parser",
+    "build_rule",
     "choice",
     "drop",
     "dropped",
@@ -256,7 +261,7 @@ def parse_strategy(value: Any) -> Fsdp1Strategy:
 
 SHARDING_TYPES = {
     **{section.key: section.distributed_type for section in launch.SECTIONS if section.distributed_type},
-    sharding.DEEPSPEED_FILE.key: sharding.DEEPSPEED.distributed_type,
+    **{engine.file.key: engine.section.distributed_type for engine in sharding.ENGINES},
 }
 """The `distributed_type` that uses a section."""
 
@@ -269,6 +274,30 @@ def add_prefix(values: Mapping[str, Any], section: ConfigSection) -> dict[str, A
         for key, value in values.items()
         if value is not None
     }
+
+
+class EngineReader(Protocol):
+    """The settings of an engine that decide how other keys are converted."""
+
+    def read_precision(self, config: AccelerateConfig) -> str:
+        """Return the number format of the engine's file; `no` without one."""
+
+    def is_sharded(self, config: AccelerateConfig) -> bool:
+        """Return True if the engine shards models."""
+
+    def list_values(self, config: AccelerateConfig) -> dict[str, Any]:
+        """Return the values of the engine's section that follow from its use alone, by dotted key of the profile."""
+
+    def find_conflicts(self, config: AccelerateConfig) -> Iterator[tuple[str, str, str]]:
+        """Yield the values that exclude each other: key, expectation, value."""
+
+
+ENGINE_READERS: Registry[EngineReader] = Registry(
+    {
+        "deepspeed": "accel_cli.extensions.deepspeed.accelerate_rules:READER",
+    }
+)
+"""The reader of each engine's section in a config file, and of the file that it may name."""
 
 
 @dataclass(frozen=True)
@@ -288,22 +317,28 @@ class AccelerateConfig:
     image_uri: str = ""
     additional_args: Mapping[str, Any] = field(default_factory=dict)
     fsdp_config: Mapping[str, Any] = field(default_factory=dict)
-    deepspeed_config: Mapping[str, Any] = field(default_factory=dict)
     parallelism_config: Mapping[str, Any] = field(default_factory=dict)
     tp_config: Mapping[str, Any] = field(default_factory=dict)
     dynamo_backend: str = ""
     dynamo_config: Mapping[str, Any] = field(default_factory=dict)
-    deepspeed_file: Mapping[str, Any] | None = None
-    """The JSON file that `deepspeed_config` names, parsed; None if there is no such file."""
-    deepspeed_path: str = ""
+    engine_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The sections of engines, by key."""
+    engine_file: Mapping[str, Any] | None = None
+    """The JSON file that the section of an engine names, parsed; None if there is no such file."""
+    engine_path: str = ""
     """The path of that file; empty if there is no such file."""
-    sharding: Literal["fully_shard", "deepspeed"] = "fully_shard"
-    """The section of the profile that DeepSpeed's settings become."""
+    sharding: str = "fully_shard"
+    """The section of the profile that the settings of an engine become."""
+    job_launcher: str = ""
+    """The launcher of a `compute_environment` whose scripts are jobs; empty if they run on this machine."""
 
     @property
     def _launch(self) -> tuple[str, str]:
-        is_sagemaker = self.compute_environment == launch.SAGEMAKER
-        return ("sagemaker", "auto") if is_sagemaker else launch.DISTRIBUTED_TYPES[self.distributed_type]
+        return (
+            (self.job_launcher, "auto")
+            if self.job_launcher
+            else launch.DISTRIBUTED_TYPES[self.distributed_type]
+        )
 
     @property
     def launcher(self) -> str:
@@ -327,17 +362,11 @@ class AccelerateConfig:
 
     @property
     def precision(self) -> str:
-        """Return the number format: of the file itself, of its early key, or of DeepSpeed's JSON file."""
+        """Return the number format: of the file itself, of its early key, or of the engine's file."""
         if self.mixed_precision or self.fp16:
             return self.mixed_precision or "fp16"
-        if self.keeps_deepspeed:
-            return "no"  # the file decides at the launch
-        if self.distributed_type == sharding.DEEPSPEED.distributed_type:
-            for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
-                section = (self.deepspeed_file or {}).get(name)
-                if isinstance(section, Mapping) and section.get("enabled") is True:
-                    return precision
-        return "no"
+        # The file of an engine that is kept decides at the launch.
+        return "no" if self.keeps_engine or not self._reader else self._reader.read_precision(self)
 
     @property
     def needs_rendezvous(self) -> bool:
@@ -372,50 +401,36 @@ class AccelerateConfig:
             return sharding.STRATEGIES[0]
 
     @property
-    def names_deepspeed_file(self) -> bool:
-        """Return True if DeepSpeed has a JSON file, whether it exists or not."""
-        name = self.deepspeed_config.get(sharding.DEEPSPEED_FILE.key)
-        return bool(name) and normalize(name) not in sharding.DEEPSPEED_FILE.off
+    def engine(self) -> EngineWords | None:
+        """Return the words of the engine that the file uses; None if it uses none, or accel has none for it."""
+        return next(
+            (
+                engine
+                for engine in sharding.ENGINES
+                if engine.section.distributed_type == self.distributed_type
+                and engine.name in ENGINE_READERS.names
+            ),
+            None,
+        )
 
     @property
-    def zero_stage(self) -> int:
-        """Return DeepSpeed's ZeRO stage."""
-        stage = self.deepspeed_config.get(sharding.ZERO_STAGE.key, 2)
-        if self.names_deepspeed_file:
-            stage = self._zero_optimization.get("stage", 0)
-        return int(parse_or(sharding.ZERO_STAGE.values, stage, 3))
+    def _reader(self) -> EngineReader | None:
+        return ENGINE_READERS[self.engine.name] if self.engine else None
 
     @property
-    def keeps_deepspeed(self) -> bool:
-        """Return True if the profile uses DeepSpeed."""
-        return self.sharding == "deepspeed" and self.distributed_type == sharding.DEEPSPEED.distributed_type
+    def keeps_engine(self) -> bool:
+        """Return True if the profile uses the engine."""
+        return self.engine is not None and self.sharding == self.engine.name
 
     @property
-    def deepspeed(self) -> dict[str, Any]:
-        """Return the values of the section `deepspeed` that follow from the use of DeepSpeed alone, by dotted key."""
-        if not self.keeps_deepspeed:
-            return {}
-        values = {sharding.ZERO_STAGE.profile_key: "auto" if self.names_deepspeed_file else self.zero_stage}
-        if self.zero_stage == sharding.ZERO_3 and parse_or(
-            "boolean", self.deepspeed_config.get(sharding.ZERO3_INIT.key), True
-        ):
-            values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too
-        return values
-
-    @property
-    def hpz_size(self) -> int:
-        """Return the size of ZeRO++'s second partition; 1 without one."""
-        return int(parse_or(IntegerRange(1), self._zero_optimization.get("zero_hpz_partition_size"), 1))
-
-    @property
-    def _zero_optimization(self) -> Mapping[str, Any]:
-        section = (self.deepspeed_file or {}).get("zero_optimization")
-        return section if isinstance(section, Mapping) else {}
+    def engine_values(self) -> dict[str, Any]:
+        """Return the values of the engine's section that follow from its use alone, by dotted key of the profile."""
+        return self._reader.list_values(self) if self._reader and self.keeps_engine else {}
 
     @property
     def parallel(self) -> dict[str, Any]:
         """Return the section `parallel` of the profile, without sizes of 1."""
-        if self.explain_single_process() or self.keeps_deepspeed:
+        if self.explain_single_process() or self.keeps_engine:
             return {}
         sizes = {
             size.profile_key: parse_or(size.values, self.parallelism_config.get(size.key), 1)
@@ -431,26 +446,7 @@ class AccelerateConfig:
         if is_sharded:
             is_hybrid = self.fsdp_strategy.is_hybrid and self.num_machines > 1
             return {**({"dp_replicate": self.num_machines} if is_hybrid else {}), "dp_shard": "auto"}
-        is_zero = self.distributed_type == sharding.DEEPSPEED.distributed_type and self.zero_stage
-        return {"dp_shard": "auto"} if is_zero else {}
-
-    @property
-    def instance_type(self) -> str:
-        """Return the instance type of a SageMaker job; `additional_args` take precedence."""
-        name = self.additional_args.get("instance_type") or self.ec2_instance_type
-        return str(parse_or(sagemaker.INSTANCE_TYPE.values, name, ""))
-
-    @property
-    def has_image(self) -> bool:
-        """Return True if the file names a container image."""
-        return bool(self.additional_args.get("image_uri") or self.image_uri)
-
-    def explain_no_smddp(self) -> str:
-        """Return why SageMaker's data-parallel library is not used; empty if it is."""
-        if self.has_image and self.instance_type in sagemaker.SMDDP_TYPES:
-            return ""
-        needed = f"an image that contains it, and {' or '.join(sagemaker.SMDDP_TYPES)}"
-        return f"torchrun trains on every GPU over NCCL; SageMaker's library (smddp) needs {needed}"
+        return {"dp_shard": "auto"} if self._reader and self._reader.is_sharded(self) else {}
 
     def explain_single_process(self) -> str:
         """Return why the file does not start processes to shard a model over; empty if it does."""
@@ -466,7 +462,7 @@ class AccelerateConfig:
             return self.explain_single_process()
         if section not in SHARDING_TYPES:
             return ""
-        if self.keeps_deepspeed and SHARDING_TYPES[section] == self.distributed_type:
+        if self.keeps_engine and SHARDING_TYPES[section] == self.distributed_type:
             return ""
         if SHARDING_TYPES[section] != self.distributed_type:
             return f"used only with distributed_type: {SHARDING_TYPES[section]}"
@@ -492,14 +488,8 @@ class AccelerateConfig:
                 f"a key stands here with and without {sharding.FSDP.prefix}; remove one of them",
                 "",
             )
-        paths = (sharding.OFFLOAD_OPTIMIZER_NVME_PATH.key, sharding.OFFLOAD_PARAM_NVME_PATH.key)
-        first, second = (self.deepspeed_config.get(key) for key in paths)
-        if self.keeps_deepspeed and first and second and first != second:
-            yield (
-                f"{sharding.DEEPSPEED.key}.{paths[1]}",
-                f"expected {paths[0]}, {first!r}: a profile has one directory for both",
-                repr(second),
-            )
+        if self._reader:
+            yield from self._reader.find_conflicts(self)
         if self.needs_rendezvous:
             yield from self._find_rendezvous_conflicts()
 
@@ -588,6 +578,36 @@ def sets(values: Mapping[str, Any], note: str = "") -> Answer:
     """Return the answer for a key that sets values of the profile."""
     text = ", ".join(f"{key}: {format_value(key, value)}" for key, value in values.items())
     return Answer(f"{text} ({note})" if note else text, values=values)
+
+
+def build_rule(setting: Setting, converted: Mapping[Setting, KeyRule]) -> KeyRule:
+    """Return the rule of a setting: one of those whose result depends on other keys, or what its words mean."""
+    parse = build_parser(setting.values)
+    if setting in converted:
+        return replace(converted[setting], parse=parse)
+    if setting.implied:
+        return same(setting.implied, *(() if setting.takes_any_value else setting.same or ()), parse=parse)
+    if setting.reason:
+        return drop(setting.reason, *setting.off, parse=parse)
+    return take(setting.profile_key, parse, *setting.off)
+
+
+class JobRules(NamedTuple):
+    """The rules of a `compute_environment` whose scripts are jobs of a service."""
+
+    environment: str
+    """Its value."""
+    launcher: str
+    """The launcher of these jobs."""
+    settings: tuple[Setting, ...]
+    """The keys of its files, without sections."""
+    converted: Mapping[Setting, KeyRule]
+    """Those of settings whose result depends on other keys."""
+    section: str
+    """The key of the section with arguments of the service's own library."""
+    arguments: Mapping[str, KeyRule]
+    find_argument: Callable[[tuple[str, ...]], KeyRule | None]
+    """Returns the rule of an argument without a row, by the names that lead to it; None for one that is not known."""
 
 
 class EngineRules(NamedTuple):

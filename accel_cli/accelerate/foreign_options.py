@@ -27,19 +27,21 @@ __all__ = ["OptionTranslation", "translate"]
 
 _DEFAULT_PORT = 29500
 """The port of the first node in Accelerate and in torchrun."""
-_SECTIONS = (sharding.FSDP, sharding.DEEPSPEED, megatron.MEGATRON_LM, sharding.PARALLELISM, launch.FP8)
+_OWN_ENGINES = tuple(engine.section for engine in sharding.ENGINES)
+"""The sections of engines that a profile may have too."""
+_SECTIONS = (sharding.FSDP, *_OWN_ENGINES, megatron.MEGATRON_LM, sharding.PARALLELISM, launch.FP8)
 _SWITCHES: Mapping[str, ConfigSection] = {
     sharding.USE_FSDP.option: sharding.FSDP,
-    sharding.USE_DEEPSPEED.option: sharding.DEEPSPEED,
+    **{engine.switch.option: engine.section for engine in sharding.ENGINES},
     megatron.USE_MEGATRON_LM.option: megatron.MEGATRON_LM,
     sharding.USE_PARALLELISM_CONFIG.option: sharding.PARALLELISM,
 }
 """The options that use the keys of a section."""
-_ENGINES = (sharding.DEEPSPEED, megatron.MEGATRON_LM)
+_ENGINES = (*_OWN_ENGINES, megatron.MEGATRON_LM)
 _FP8_VARIABLES = (*(setting.variable for setting in launch.FP8.settings), *launch.FP8_OVERRIDES)
 _SILENT = frozenset(
     {
-        sharding.DEEPSPEED_FIELDS.variable,
+        *(engine.fields.variable for engine in sharding.ENGINES),
         launch.MIXED_PRECISION.variable,
         *(setting.variable for setting in launch.DYNAMO_SETTINGS),
     }
@@ -451,7 +453,7 @@ def _translate_sharding(command: _Command) -> None:
     kind = _choose_kind(command, [name for name in switches if _SWITCHES[name].distributed_type])
     options = {name: found for name in command.foreign if (found := _find_setting(name))}
     steps = sharding.GRADIENT_ACCUMULATION_STEPS
-    if kind != sharding.DEEPSPEED.distributed_type:  # a key of DeepSpeed's section
+    if kind not in sharding.ENGINE_TYPES:  # a key of their sections
         options.pop(steps.option, None)
         if option := command.pop(steps.option):
             command.add(steps.profile_key, _parse_count(option), option)
@@ -478,9 +480,9 @@ def _translate_sharding(command: _Command) -> None:
     kept |= {*_FP8_VARIABLES} if formats else set()
     _check_effect(after.unused if is_passed else convert(merged, "the options").left, options, typed)
     sources = {setting.variable: typed[name] for name, (_, setting) in options.items()}
-    has_deepspeed = _add_deepspeed(command, before, after, options, typed)
-    is_engine = kind in {section.distributed_type for section in _ENGINES} and not has_deepspeed
-    of_profile = {"parallel", "fully_shard"} if not (is_engine or has_deepspeed) else set()
+    has_section = _add_engine(command, before, after, options, typed)
+    is_engine = kind in {section.distributed_type for section in _ENGINES} and not has_section
+    of_profile = {"parallel", "fully_shard"} if not (is_engine or has_section) else set()
     for key, value in after.values.items():
         section, _, variable = key.partition(".")
         if before.values.get(key) == value:
@@ -495,15 +497,15 @@ def _translate_sharding(command: _Command) -> None:
         command.engine = source
 
 
-def _add_deepspeed(
+def _add_engine(
     command: _Command,
     before: ConfigFile,
     after: ConfigFile,
     options: Mapping[str, tuple[ConfigSection, Setting]],
     typed: Mapping[str, _Option],
 ) -> bool:
-    """Add the keys of the section `deepspeed` that options change, compared to the file; return whether it is used."""
-    if sharding.ZERO_STAGE.profile_key not in after.values:
+    """Add the keys of an engine's section that options change, compared to the file; return whether it is used."""
+    if not any(engine.switch.profile_key in after.values for engine in sharding.ENGINES):
         return False
     defaults = {
         f"{name}.{key}": field.default
@@ -516,7 +518,7 @@ def _add_deepspeed(
         value = after.values.get(key, defaults.get(key, 1))
         if before.values.get(key, defaults.get(key, 1)) != value:
             # A path stays as typed: relative to the current folder.
-            is_path = key == sharding.DEEPSPEED_FILE.profile_key
+            is_path = key in {engine.file.profile_key for engine in sharding.ENGINES}
             text = sources[key].value if is_path else yaml_io.inline(value)
             command.add(key, text, sources.get(key, next(iter(typed.values()))))
     return True

@@ -11,12 +11,13 @@ from typing import Any
 from accel_cli.accelerate.config_values import AccelerateConfig, add_prefix, build_parser, normalize, parse_or
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import ConfigSection, IntegerRange, Setting
+from accel_runtime.environment.accelerate.sharding import EngineWords
 
 __all__ = ["FP8", "build_variables", "is_fp8", "read_section"]
 
 FP8 = "fp8"
 """The value of `mixed_precision` that a profile does not have."""
-_LOWER_CASE = (sharding.FSDP, sharding.DEEPSPEED)
+_LOWER_CASE = (sharding.FSDP, *(engine.section for engine in sharding.ENGINES))
 """Sections whose booleans Accelerate writes in lower case."""
 _ONE_PROCESS = frozenset({"NO", "MPS", "MULTI_CPU"})
 """Each `distributed_type` that Accelerate starts as a single process."""
@@ -41,8 +42,9 @@ def build_variables(data: Mapping[str, Any]) -> dict[str, str]:
         variables[launch.USE_CPU.variable] = str(_is_on(data.get(launch.USE_CPU.key)))
     elif data.get(sharding.PARALLELISM.key):
         variables |= _build_parallelism(data)
-    if kind == sharding.DEEPSPEED.distributed_type:
-        return variables | _build_deepspeed(data)
+    for engine in sharding.ENGINES:
+        if kind == engine.section.distributed_type:
+            return variables | _build_engine(engine, data)
     variables |= _build_dynamo(data)
     if kind == sharding.FSDP.distributed_type:
         variables |= {sharding.USE_FSDP.variable: "true", **_build_section(sharding.FSDP, data)}
@@ -121,14 +123,14 @@ def _build_parallelism(data: Mapping[str, Any]) -> dict[str, str]:
     return {sharding.USE_PARALLELISM_CONFIG.variable: "true", **variables}
 
 
-def _build_deepspeed(data: Mapping[str, Any]) -> dict[str, str]:
-    fields = [str(key) for key in data.get(sharding.DEEPSPEED.key) or {}]
+def _build_engine(engine: EngineWords, data: Mapping[str, Any]) -> dict[str, str]:
+    fields = [str(key) for key in data.get(engine.section.key) or {}]
     if data.get(launch.MIXED_PRECISION.key) is not None:
         fields.append(launch.MIXED_PRECISION.key)
     return {
-        sharding.USE_DEEPSPEED.variable: "true",
-        sharding.DEEPSPEED_FIELDS.variable: ",".join(fields).lower(),
-        **_build_section(sharding.DEEPSPEED, data),
+        engine.switch.variable: "true",
+        engine.fields.variable: ",".join(fields).lower(),
+        **_build_section(engine.section, data),
     }
 
 

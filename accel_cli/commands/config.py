@@ -20,12 +20,14 @@ from accel_cli.commands.completion import (
 )
 from accel_cli.commands.options import argument, declare, option, pass_options
 from accel_cli.errors import ProfileError, UsageError
+from accel_runtime.environment.engines import ENGINES, list_engines
 
 if TYPE_CHECKING:
-    from accel_cli.accelerate import Imported, ShardingSection
+    from accel_cli.accelerate import Imported
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import ProfileStore
+    from accel_runtime.environment.accelerate.sharding import EngineWords
 
 __all__ = ["config", "edit_interactively"]
 
@@ -291,40 +293,41 @@ def edit(location: ProfileLocation) -> None:
     "file",
     metavar="FILE",
     type=Path,
-    help="Read a config file of Accelerate, a JSON file of DeepSpeed, or a profile of accel.",
+    help="Read a config file of Accelerate, a JSON file of an engine, or a profile of accel.",
     shell_complete=complete_files,
 )
 @pass_options(ProfileLocation)
 @_force_option
 @option(
     "--sharding",
-    type=click.Choice(["fully_shard", "deepspeed"]),
-    help="Convert settings of DeepSpeed to this section of the profile.",
+    type=click.Choice(["fully_shard", *ENGINES.names]),
+    help="Convert settings of an engine to this section of the profile.",
 )
 def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | None) -> None:
-    """Create a profile from a config file of Accelerate or DeepSpeed, or from another profile.
+    """Create a profile from a config file of Accelerate or of an engine, or from another profile.
 
     Values without an equivalent in accel are listed.
     """
     from accel_cli.accelerate import (
         convert,
-        find_deepspeed_file,
-        read_deepspeed_file,
-        uses_deepspeed,
-        wrap_deepspeed_file,
+        find_engine,
+        find_engine_file,
+        read_engine_file,
+        wrap_engine_file,
     )
     from accel_cli.profile import layers, store, yaml_io
     from accel_cli.profile.edit import edit_text
 
     target = location.find_writable_file()
     text = store.read_text(file)
-    wrapped = wrap_deepspeed_file(file)
+    wrapped = wrap_engine_file(file)
     data = wrapped or yaml_io.parse(text, str(file)).data
     if not data:
         raise UsageError(f"Cannot import {file}: it is empty.")
-    if sharding and not uses_deepspeed(data):
+    if sharding and not find_engine(data):
+        titles = " or ".join(engine.title for engine in list_engines())
         raise UsageError(
-            f"Cannot use --sharding {sharding}: {file} does not use DeepSpeed. Leave out the option."
+            f"Cannot use --sharding {sharding}: {file} does not use {titles}. Leave out the option."
         )
     if not store.is_accelerate_config(data):
         layer = layers.read_file(file, "file")
@@ -336,55 +339,62 @@ def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | 
     imported = convert(
         data,
         str(file),
-        read_deepspeed_file(data, file.parent),
-        deepspeed_path=find_deepspeed_file(data, file.parent),
+        read_engine_file(data, file.parent),
+        engine_path=find_engine_file(data, file.parent),
         section=_choose_sharding(data, file, sharding),
     )
-    _write_imported(imported, file, target, force=force, is_deepspeed_file=bool(wrapped))
+    _write_imported(imported, file, target, force=force, engine=find_engine(wrapped) if wrapped else None)
 
 
 def _write_imported(
-    imported: Imported, file: Path, target: Path, *, force: bool, is_deepspeed_file: bool
+    imported: Imported, file: Path, target: Path, *, force: bool, engine: EngineWords | None
 ) -> None:
-    """Write the profile of a config file of Accelerate, and print what its values became."""
-    from accel_cli.accelerate import name_keys_of_deepspeed_file
+    """Write the profile of a config file of Accelerate, or of an engine, and print what its values became."""
+    from accel_cli.accelerate import name_keys_of_engine_file
     from accel_cli.profile import layers, store
     from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
 
-    if path := imported.data.get("deepspeed", {}).get("config_file"):
-        imported.data["deepspeed"]["config_file"] = layers.relate_path(path, target)
+    for options in list_engines():
+        section = imported.data.get(options.name, {})
+        if path := section.get(options.file):
+            section[options.file] = layers.relate_path(path, target)
     layers.resolve([build_layer(imported.data, target)])
     text = store.render(imported.data, describe(imported.data["launcher"]["kind"]))
     if not _may_replace(target, text, force=force):
         _write(target, None)
         return
     mapped, left = imported.mapped, imported.left
-    if is_deepspeed_file:
-        mapped, left = name_keys_of_deepspeed_file(mapped, file), name_keys_of_deepspeed_file(left, file)
-    console.table(("DEEPSPEED" if is_deepspeed_file else "ACCELERATE", "ACCEL"), mapped)
+    if engine:
+        mapped, left = name_keys_of_engine_file(mapped, file), name_keys_of_engine_file(left, file)
+    console.table((engine.title.upper() if engine else "ACCELERATE", "ACCEL"), mapped)
     if left:
         console.note(f"{len(left)} value(s) of {file} have no equivalent in this profile:")
         console.table(("VALUE", "REASON"), left)
     _write(target, text)
 
 
-def _choose_sharding(data: dict[str, Any], file: Path, sharding: str | None) -> ShardingSection:
-    """Return the section that DeepSpeed's settings become: that of the option, of the answer, or `fully_shard`."""
-    from accel_cli.accelerate import uses_deepspeed
+def _choose_sharding(data: dict[str, Any], file: Path, sharding: str | None) -> str:
+    """Return the section that the settings of an engine become: that of the option, of the answer, or `fully_shard`."""
+    from accel_cli.accelerate import find_engine
 
-    if not uses_deepspeed(data) or sharding == "fully_shard":
+    engine = find_engine(data)
+    if not engine or sharding == "fully_shard":
         return "fully_shard"
-    if sharding == "deepspeed":
-        return "deepspeed"
+    if sharding and sharding != engine.name:
+        raise UsageError(
+            f"Cannot use --sharding {sharding}: {file} uses {engine.title}. Use fully_shard or {engine.name}."
+        )
+    if sharding:
+        return sharding
     if not _has_terminal():
         console.note(
-            f"the settings of DeepSpeed in {file} become fully_shard; use --sharding deepspeed to keep DeepSpeed"
+            f"the settings of {engine.title} in {file} become fully_shard; use --sharding {engine.name} to keep {engine.title}"
         )
         return "fully_shard"
     from accel_cli.wizard.session import ask_sharding
 
-    return ask_sharding(file)
+    return ask_sharding(file, engine)
 
 
 @config.command("delete", panel=_CHANGE, epilog="Example: accel config delete gpu")

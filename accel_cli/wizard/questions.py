@@ -20,6 +20,7 @@ from accel_cli.profile import yaml_io
 from accel_cli.profile.layers import nest
 from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_cli.profile.validation_errors import explain
+from accel_runtime.environment.engines import ENGINES, list_engines
 
 __all__ = [
     "NONE",
@@ -36,7 +37,7 @@ __all__ = [
 
 
 _KIND = "launcher.kind"
-_OPTIONAL_TEXTS = ("deepspeed.config_file", "deepspeed.nvme_path")
+_ENGINE_SECTIONS = tuple(f"{name}." for name in ENGINES.names)
 """Keys whose empty value is left out."""
 _MORE = "more"
 """The key of the answer to the question for advanced options, which is not stored in the profile."""
@@ -115,7 +116,7 @@ def build_values(answers: Mapping[str, Any], existing: Mapping[str, Any]) -> dic
     if not launcher.may_start_several(local):
         dropped |= {key for key in existing if key.startswith("parallel.")}
         # Of use with one process too, and not asked for.
-        dropped -= {key for key in existing if key.startswith("deepspeed.")}
+        dropped -= {key for key in existing if key.startswith(_ENGINE_SECTIONS)}
     values = {**{key: value for key, value in existing.items() if key not in dropped}, **answers}
     values = _drop_other_library(values, answers)
     try:
@@ -130,21 +131,24 @@ def build_values(answers: Mapping[str, Any], existing: Mapping[str, Any]) -> dic
 
 def _drop_other_library(values: Mapping[str, Any], answers: Mapping[str, Any]) -> dict[str, Any]:
     """Return values without the sections of the library that does not shard models, and without empty paths."""
-    if answers.get("deepspeed.stage", "no") != "no":
+    if _uses_engine(answers):
         other: tuple[str, ...] = ("parallel.", "fully_shard.")
     else:
-        other = ("deepspeed.",) if "parallel.dp_shard" in answers else ()
+        other = _ENGINE_SECTIONS if "parallel.dp_shard" in answers else ()
     return {
         key: value
         for key, value in values.items()
-        if not key.startswith(other) and (value or key not in _OPTIONAL_TEXTS)
+        if not key.startswith(other) and (value != "" or not key.startswith(_ENGINE_SECTIONS))
     }
 
 
 def complete_suggestions(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a profile with an answer that only the wizard has: DeepSpeed shards models, too."""
-    is_sharded = values.get("deepspeed.stage", "no") != "no"
-    return {**values, **({"parallel.dp_shard": "auto"} if is_sharded else {})}
+    """Return the values of a profile with an answer that only the wizard has: an engine shards models, too."""
+    return {**values, **({"parallel.dp_shard": "auto"} if _uses_engine(values) else {})}
+
+
+def _uses_engine(values: Mapping[str, Any]) -> bool:
+    return any(values.get(engine.key, "no") != "no" for engine in list_engines())
 
 
 def strip_sections(answers: Mapping[str, Any]) -> Answers:

@@ -8,7 +8,7 @@ import textwrap
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import questionary
 from prompt_toolkit.completion import WordCompleter
@@ -31,6 +31,8 @@ from accel_cli.profile import edit, layers, planner, schema, store
 from accel_cli.profile.layers import Layer
 from accel_cli.wizard import questions
 from accel_cli.wizard.questions import Step
+from accel_runtime.environment.accelerate.sharding import EngineWords
+from accel_runtime.environment.engines import ENGINES
 
 __all__ = ["ask_sharding", "run_wizard"]
 
@@ -134,14 +136,14 @@ def _read_kind(target: Path) -> dict[str, Any]:
         return {}  # reported after the detection
 
 
-def ask_sharding(file: Path) -> Literal["fully_shard", "deepspeed"]:
-    """Ask for the section of the profile that the settings of DeepSpeed in a file become."""
+def ask_sharding(file: Path, engine: EngineWords) -> str:
+    """Ask for the section of the profile that the settings of an engine in a file become."""
     titles = (
         "fully_shard of torch (recommended): nothing to install; what it lacks is listed",
-        "DeepSpeed: every setting stays, and scripts need the package deepspeed",
+        f"{engine.title}: every setting stays, and scripts need the package {ENGINES[engine.name].package}",
     )
-    return ("fully_shard", "deepspeed")[
-        _select(f"{file} uses DeepSpeed. Which library shards models?", titles)
+    return ("fully_shard", engine.name)[
+        _select(f"{file} uses {engine.title}. Which library shards models?", titles)
     ]
 
 

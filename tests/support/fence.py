@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
     "accel_cli/accelerate/config_rules.py",
+    "accel_cli/accelerate/config_values.py",
     "accel_cli/commands/checkpoint.py",
     "accel_cli/launchers/__init__.py",
     "accel_cli/main.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,27 +20,101 @@ from accel_cli.accelerate.config_values import (
     integer,
     normalize,
     parse_bool,
+    parse_or,
     parse_text,
     same,
     sets,
     take,
 )
 from accel_runtime.environment.accelerate import sharding
-from accel_runtime.environment.accelerate.setting import Setting
+from accel_runtime.environment.accelerate.setting import IntegerRange, Setting
 from accel_runtime.extensions.deepspeed.settings import KEYS, SECTIONS, ZERO_3
 
-__all__ = ["RULES"]
+__all__ = ["READER", "RULES"]
+
+
+def _get_section(config: AccelerateConfig) -> Mapping[str, Any]:
+    return config.engine_sections.get(sharding.DEEPSPEED.key, {})
+
+
+def _names_file(config: AccelerateConfig) -> bool:
+    """Return True if DeepSpeed has a JSON file, whether it exists or not."""
+    name = _get_section(config).get(sharding.DEEPSPEED_FILE.key)
+    return bool(name) and normalize(name) not in sharding.DEEPSPEED_FILE.off
+
+
+def _get_zero_optimization(config: AccelerateConfig) -> Mapping[str, Any]:
+    section = (config.engine_file or {}).get("zero_optimization")
+    return section if isinstance(section, Mapping) else {}
+
+
+def find_stage(config: AccelerateConfig) -> int:
+    """Return DeepSpeed's ZeRO stage."""
+    stage = _get_section(config).get(sharding.ZERO_STAGE.key, sharding.DEFAULT_ZERO_STAGE)
+    if _names_file(config):
+        stage = _get_zero_optimization(config).get("stage", 0)
+    return int(parse_or(sharding.ZERO_STAGE.values, stage, ZERO_3))
+
+
+def _find_hpz_size(config: AccelerateConfig) -> int:
+    """Return the size of ZeRO++'s second partition; 1 without one."""
+    size = _get_zero_optimization(config).get("zero_hpz_partition_size")
+    return int(parse_or(IntegerRange(1), size, 1))
+
+
+class _Reader:
+    """DeepSpeed in the table of engines of a config file."""
+
+    @staticmethod
+    def read_precision(config: AccelerateConfig) -> str:
+        """Return the number format of DeepSpeed's JSON file; `no` without one."""
+        for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+            section = (config.engine_file or {}).get(name)
+            if isinstance(section, Mapping) and section.get("enabled") is True:
+                return precision
+        return "no"
+
+    @staticmethod
+    def is_sharded(config: AccelerateConfig) -> bool:
+        """Return True if a stage of ZeRO is used."""
+        return find_stage(config) > 0
+
+    @staticmethod
+    def list_values(config: AccelerateConfig) -> dict[str, Any]:
+        """Return the stage, and whether models are created on the meta device."""
+        stage = find_stage(config)
+        values = {sharding.ZERO_STAGE.profile_key: "auto" if _names_file(config) else stage}
+        if stage == ZERO_3 and parse_or("boolean", _get_section(config).get(sharding.ZERO3_INIT.key), True):
+            values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too
+        return values
+
+    @staticmethod
+    def find_conflicts(config: AccelerateConfig) -> Iterator[tuple[str, str, str]]:
+        """Yield the second of two directories for one key of the profile."""
+        paths = (sharding.OFFLOAD_OPTIMIZER_NVME_PATH.key, sharding.OFFLOAD_PARAM_NVME_PATH.key)
+        first, second = (_get_section(config).get(key) for key in paths)
+        if config.keeps_engine and first and second and first != second:
+            yield (
+                f"{sharding.DEEPSPEED.key}.{paths[1]}",
+                f"expected {paths[0]}, {first!r}: a profile has one directory for both",
+                repr(second),
+            )
+
+
+READER = _Reader()
 
 
 def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
-    if config.keeps_deepspeed:
+    if config.keeps_engine:
         return sets({sharding.ZERO_STAGE.profile_key: stage})
     if stage == 0:
         return Answer("models are replicated")
     if stage < ZERO_3:
         note = "parameters are sharded between steps too"
         return sets({"fully_shard.reshard_after_forward": False}, note)
-    return sets({"fully_shard.reshard_after_forward": config.hpz_size if config.hpz_size > 1 else True})
+    return sets(
+        {"fully_shard.reshard_after_forward": _find_hpz_size(config) if _find_hpz_size(config) > 1 else True}
+    )
 
 
 def _offload(setting: Setting) -> KeyRule:
@@ -48,17 +122,17 @@ def _offload(setting: Setting) -> KeyRule:
     least = ZERO_3 if setting is sharding.OFFLOAD_PARAM_DEVICE else 1
 
     def convert(device: str, config: AccelerateConfig) -> Answer:
-        if not config.keeps_deepspeed:
+        if not config.keeps_engine:
             note = (
                 "accel does not offload to disks"
                 if device == "nvme"
                 else "parameters, gradients and optimizer state"
             )
             return replace(sets({"fully_shard.cpu_offload": True}, note), is_applied=device == "cpu")
-        if config.zero_stage < least:
-            return dropped(f"DeepSpeed does not use it in stage {config.zero_stage}")
-        if device == "nvme" and config.zero_stage < ZERO_3:
-            return sets({setting.profile_key: "cpu"}, f"as DeepSpeed does in stage {config.zero_stage}")
+        if find_stage(config) < least:
+            return dropped(f"DeepSpeed does not use it in stage {find_stage(config)}")
+        if device == "nvme" and find_stage(config) < ZERO_3:
+            return sets({setting.profile_key: "cpu"}, f"as DeepSpeed does in stage {find_stage(config)}")
         return sets({setting.profile_key: device})
 
     return KeyRule(convert, build_parser(setting.values), (*EMPTY, *setting.off))
@@ -68,9 +142,9 @@ def _nvme_path(setting: Setting, device: Setting) -> KeyRule:
     """Return the rule of the directory of a device that DeepSpeed offloads to."""
 
     def convert(path: str, config: AccelerateConfig) -> Answer:
-        if not config.keeps_deepspeed:
+        if not config.keeps_engine:
             return dropped(setting.reason)
-        if normalize(config.deepspeed_config.get(device.key)) != "nvme" or config.zero_stage < ZERO_3:
+        if normalize(_get_section(config).get(device.key)) != "nvme" or find_stage(config) < ZERO_3:
             return dropped(f"used only with {device.key}: nvme in stage 3")
         return sets({setting.profile_key: path})
 
@@ -79,7 +153,7 @@ def _nvme_path(setting: Setting, device: Setting) -> KeyRule:
 
 def _convert_clipping(value: Any, config: AccelerateConfig) -> Answer:
     setting = sharding.GRADIENT_CLIPPING
-    if not config.keeps_deepspeed:
+    if not config.keeps_engine:
         return dropped(setting.reason)
     try:
         return sets({setting.profile_key: float(value)})
@@ -88,15 +162,15 @@ def _convert_clipping(value: Any, config: AccelerateConfig) -> Answer:
 
 
 def _convert_zero3_init(_: Any, config: AccelerateConfig) -> Answer:
-    if not config.keeps_deepspeed:
+    if not config.keeps_engine:
         return dropped(sharding.ZERO3_INIT.reason)
-    if config.zero_stage != ZERO_3:
+    if find_stage(config) != ZERO_3:
         return Answer("used only with ZeRO-3")
     return sets({sharding.ZERO3_INIT.profile_key: True})
 
 
 def _convert_save_16bit(_: Any, config: AccelerateConfig) -> Answer:
-    if config.keeps_deepspeed:
+    if config.keeps_engine:
         return Answer("accelerator.save_model() gathers the weights anyway")
     return dropped(sharding.SAVE_16BIT_MODEL.reason)
 
@@ -104,17 +178,15 @@ def _convert_save_16bit(_: Any, config: AccelerateConfig) -> Answer:
 def _convert_moe_classes(_: Any, config: AccelerateConfig) -> Answer:
     setting = sharding.MOE_CLASSES
     return dropped(
-        "call DeepSpeedPlugin.set_moe_leaf_modules in the script"
-        if config.keeps_deepspeed
-        else setting.reason
+        "call DeepSpeedPlugin.set_moe_leaf_modules in the script" if config.keeps_engine else setting.reason
     )
 
 
 def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
-    if config.deepspeed_file is None:
+    if config.engine_file is None:
         raise InvalidValueError("expected the path of a JSON file, which was not found")
-    if config.keeps_deepspeed:
-        return sets({sharding.DEEPSPEED_FILE.profile_key: config.deepspeed_path})
+    if config.keeps_engine:
+        return sets({sharding.DEEPSPEED_FILE.profile_key: config.engine_path})
     return Answer("its keys are listed below")
 
 
@@ -130,7 +202,7 @@ def _enables(precision: str) -> KeyRule:
 
 
 def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
-    if config.zero_stage != ZERO_3:
+    if find_stage(config) != ZERO_3:
         return dropped("used only with ZeRO-3")
     return sets({"fully_shard.reshard_after_forward": number})
 

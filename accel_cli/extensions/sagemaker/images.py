@@ -12,6 +12,7 @@ from accel_cli.extensions.sagemaker.aws import format_hint, import_sdk, list_reg
 from accel_runtime.environment.installation import format_install
 
 __all__ = [
+    "SMDDP_TYPES",
     "check_type",
     "count_gpus",
     "find_image",
@@ -22,6 +23,8 @@ __all__ = [
     "parse_python_version",
 ]
 
+SMDDP_TYPES = ("ml.p4d.24xlarge", "ml.p4de.24xlarge")
+"""Instance types that run SageMaker's data-parallel library; AWS has ended its support for P3."""
 _GPUS: Mapping[str, Mapping[int, str]] = MappingProxyType({
     "p3": {1: "2xlarge", 4: "8xlarge", 8: "16xlarge"},
     "p3dn": {8: "24xlarge"},

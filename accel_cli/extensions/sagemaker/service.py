@@ -33,6 +33,7 @@ from accel_cli.extensions.sagemaker.aws import (
     is_unknown_job,
 )
 from accel_cli.extensions.sagemaker.fields import CHANNEL
+from accel_cli.extensions.sagemaker.images import SMDDP_TYPES
 from accel_cli.extensions.sagemaker.request import (
     SageMakerJobPlan,
     Submission,
@@ -44,7 +45,6 @@ from accel_cli.extensions.sagemaker.roles import resolve_role
 from accel_cli.launchers import source_files
 from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, follow_submission
 from accel_cli.planning.plan import Plan
-from accel_runtime.environment.accelerate.sagemaker import SMDDP_TYPES
 from accel_runtime.environment.settings import variable_name
 
 __all__ = [

@@ -210,7 +210,8 @@ def _is_fsdp1(user: UserVariables) -> bool:
 def _list_groups(settings: Settings, device: str, world_size: int | None) -> Iterator[_Group]:
     steps = sharding.GRADIENT_ACCUMULATION_STEPS
     compiler = launch.DYNAMO_SETTINGS[0]
-    layout = {sharding.USE_FSDP: _OFF, sharding.USE_PARALLELISM_CONFIG: _OFF, sharding.USE_DEEPSPEED: _OFF}
+    switches = (engine.switch for engine in sharding.ENGINES)
+    layout = dict.fromkeys((sharding.USE_FSDP, sharding.USE_PARALLELISM_CONFIG, *switches), _OFF)
     yield _Group(_PRECISION, {launch.MIXED_PRECISION: "no"}, _export_precision(settings))
     yield _Group(("device",), {launch.USE_CPU: _OFF}, {launch.USE_CPU: _ON} if device == _CPU else {})
     yield _Group(("log_level",), {}, _export_log_level(settings))
@@ -223,9 +224,7 @@ def _list_groups(settings: Settings, device: str, world_size: int | None) -> Ite
         else _export_sharding(settings, device, world_size)
     )
     yield _Group(_LAYOUT, layout, values)
-    # Of its own, since a profile has no key for it: without it, Accelerate cannot save a model of stage 3.
-    saved = {sharding.USE_DEEPSPEED: _ON, sharding.SAVE_16BIT_MODEL: _ON}
-    yield _Group((), {}, saved if values.get(sharding.ZERO_STAGE) == "3" else {})
+    yield _Group((), {}, ENGINE_VARIABLES[engine.name].export_implied(values) if engine else {})
 
 
 def _export_precision(settings: Settings) -> dict[Setting, str]:

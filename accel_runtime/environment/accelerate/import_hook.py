@@ -88,7 +88,7 @@ def _report_replicas(state: Any) -> None:
     if state.device.type != "cpu":
         return
     for name, switch, section in (
-        ("DeepSpeed", sharding.USE_DEEPSPEED, sharding.DEEPSPEED),
+        *((engine.title, engine.switch, engine.section) for engine in sharding.ENGINES),
         ("FSDP", sharding.USE_FSDP, sharding.FSDP),
     ):
         is_asked = os.environ.get(switch.variable, "").lower() == "true"

@@ -20,6 +20,8 @@ __all__ = [
     "DEEPSPEED_FILE",
     "DEFAULT_MIN_NUM_PARAMS",
     "DEFAULT_ZERO_STAGE",
+    "ENGINES",
+    "ENGINE_TYPES",
     "FSDP",
     "GRADIENT_ACCUMULATION_STEPS",
     "GRADIENT_CLIPPING",
@@ -51,6 +53,7 @@ __all__ = [
     "WRAP_POLICIES",
     "ZERO3_INIT",
     "ZERO_STAGE",
+    "EngineWords",
     "Fsdp1Strategy",
     "explain_fsdp1_option",
     "find_strategy",
@@ -410,6 +413,12 @@ DEEPSPEED_FILE = Setting(
 )
 DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")
 """The keys of a config file that DeepSpeed's JSON file must not set too."""
+MULTINODE_LAUNCHER = Setting(
+    "deepspeed_multinode_launcher",
+    same=("standard",),
+    implied=_MULTI_NODE,
+    advice="Use --hosts HOSTS or --hostfile FILE to start the nodes over ssh, or launcher.kind: slurm",
+)
 DEEPSPEED = ConfigSection(
     "deepspeed_config",
     (
@@ -424,12 +433,7 @@ DEEPSPEED = ConfigSection(
         SAVE_16BIT_MODEL,
         MOE_CLASSES,
         DEEPSPEED_FILE,
-        Setting(
-            "deepspeed_multinode_launcher",
-            same=("standard",),
-            implied=_MULTI_NODE,
-            advice="Use --hosts HOSTS or --hostfile FILE to start the nodes over ssh, or launcher.kind: slurm",
-        ),
+        MULTINODE_LAUNCHER,
         Setting(
             "deepspeed_hostfile",
             reason="use launcher.kind: ssh with launcher.hostfile",
@@ -567,6 +571,37 @@ USE_DEEPSPEED = Setting(
     refusal="this launch has settings of its own, without DeepSpeed; unset it, and set ACCEL_DEEPSPEED_STAGE, or deepspeed.stage in "
     "the profile",
 )
+
+
+class EngineWords(NamedTuple):
+    """The words of Accelerate for an engine, which shards models and steps their optimizers itself."""
+
+    name: str
+    """The section of a profile."""
+    title: str
+    switch: Setting
+    section: ConfigSection
+    file: Setting
+    """The path of a file of the engine."""
+    fields: Setting
+    """The keys of a config file that this file must not set too."""
+    multinode_launcher: Setting
+    """The program that starts its nodes."""
+
+
+ENGINES = (
+    EngineWords(
+        "deepspeed",
+        "DeepSpeed",
+        USE_DEEPSPEED,
+        DEEPSPEED,
+        DEEPSPEED_FILE,
+        DEEPSPEED_FIELDS,
+        MULTINODE_LAUNCHER,
+    ),
+)
+ENGINE_TYPES = frozenset(engine.section.distributed_type for engine in ENGINES)
+"""Each `distributed_type` of an engine."""
 USE_PARALLELISM_CONFIG = Setting(
     options=("use_parallelism_config",),
     is_switch=True,

@@ -78,6 +78,9 @@ class EngineVariables(Protocol):
     def export(self, section: Any) -> dict[Setting, str]:
         """Return the variables of a section of the settings."""
 
+    def export_implied(self, values: Mapping[Setting, str]) -> dict[Setting, str]:
+        """Return the variables that exported ones imply, and for which a profile has no key."""
+
     def list_limits(self, section: Any) -> Iterator[str]:
         """Yield sentences on options that differ in a script that uses Accelerate itself."""
 
@@ -107,10 +110,10 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             settings |= _translate_field(read, setting)
     # A launch of accel sets all of its variables, also those that shard nothing.
     is_sharded = overrides.get(sharding.MESH_SIZES[1].field, "1") != "1"
-    without_deepspeed = overrides.get(sharding.USE_DEEPSPEED.field) == "no"
+    unused = [engine.switch for engine in sharding.ENGINES if overrides.get(engine.switch.field) == "no"]
     if not is_sharded:
         _check_sequence_parallel(read)
-        for setting in (*_REFUSED, *([sharding.USE_DEEPSPEED] if without_deepspeed else [])):
+        for setting in (*_REFUSED, *unused):
             if read.is_on(name := setting.variable):
                 raise SettingsError(f"{name}={environ[name]} is not supported: {setting.refusal}.")
     for section, translate_section in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accel_runtime.environment.accelerate import sharding
@@ -164,6 +164,13 @@ class DeepSpeedVariables:
         if section.gradient_clipping:
             values[sharding.GRADIENT_CLIPPING] = str(section.gradient_clipping)
         return values
+
+    @staticmethod
+    def export_implied(values: Mapping[Setting, str]) -> dict[Setting, str]:
+        """Return the switch without which Accelerate cannot save a model of stage 3."""
+        if values.get(sharding.ZERO_STAGE) != str(ZERO_3):
+            return {}
+        return {sharding.USE_DEEPSPEED: "true", sharding.SAVE_16BIT_MODEL: "true"}
 
     @staticmethod
     def list_limits(section: DeepSpeed) -> Iterator[str]:

@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from accel_cli.accelerate import Imported, config_rules, convert
 from accel_cli.errors import ProfileError
+from accel_cli.extensions.sagemaker.accelerate_rules import SETTINGS
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile, known_keys
 from accel_cli.profile.store import is_accelerate_config
-from accel_runtime.environment.accelerate import launch, sagemaker
+from accel_runtime.environment.accelerate import launch
 
 MULTI_GPU = """
 compute_environment: LOCAL_MACHINE
@@ -705,7 +706,7 @@ def test_every_key_of_a_section_is_known(section):
 
 
 def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
-    settings = [setting for setting in [*launch.list_settings(), *sagemaker.SETTINGS] if setting.key]
+    settings = [setting for setting in [*launch.list_settings(), *SETTINGS] if setting.key]
     without = [
         setting.key
         for setting in settings
@@ -716,7 +717,7 @@ def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
     assert not without
     targets = {
         rule.target
-        for keys in (config_rules.CLUSTER_KEYS, config_rules.SAGEMAKER_KEYS)
+        for keys in (config_rules.CLUSTER_KEYS, *config_rules.JOB_KEYS.values())
         for rule in keys.values()
     }
     assert targets - {""} <= set(known_keys())

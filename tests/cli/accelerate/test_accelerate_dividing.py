@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from accel_cli.accelerate import convert, read_deepspeed_file
+from accel_cli.accelerate import convert, read_engine_file
 from accel_cli.errors import ProfileError
 from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
@@ -224,16 +224,16 @@ def test_the_json_file_is_searched_in_the_working_and_the_config_folder(tmp_path
     cwd.mkdir()
     monkeypatch.chdir(cwd)
     data = {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
-    assert read_deepspeed_file(data, folder) is None
+    assert read_engine_file(data, folder) is None
     (folder / "ds.json").write_text(json.dumps({"a": 1}))
-    assert read_deepspeed_file(data, folder) == {"a": 1}
+    assert read_engine_file(data, folder) == {"a": 1}
     (cwd / "ds.json").write_text("{")
     with pytest.raises(ProfileError, match=r"ds\.json: this is not JSON"):
-        read_deepspeed_file(data, folder)
+        read_engine_file(data, folder)
     (cwd / "ds.json").write_text("[]")
     with pytest.raises(ProfileError, match="expected keys and values"):
-        read_deepspeed_file(data, folder)
-    assert read_deepspeed_file({"deepspeed_config": None}, folder) is None
+        read_engine_file(data, folder)
+    assert read_engine_file({"deepspeed_config": None}, folder) is None
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from typing import get_args
 
 import pytest
 
-from accel_runtime.environment.accelerate import launch, sagemaker, sharding
+from accel_cli.extensions.sagemaker.accelerate_rules import SETTINGS as JOB_SETTINGS
+from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.sharding import explain_fsdp1_option, find_strategy
 from accel_runtime.environment.settings import Device, LogLevel, MixedPrecision, Settings, flatten_settings
 
-SETTINGS = list(dict.fromkeys([*launch.list_settings(), *sagemaker.SETTINGS]))
+SETTINGS = list(dict.fromkeys([*launch.list_settings(), *JOB_SETTINGS]))
 
 
 def find_repeated(names):
@@ -21,7 +22,7 @@ def find_repeated(names):
 def test_no_word_is_declared_twice():
     # The key of a nested section, and those of early releases, may have the same name in two sections.
     assert not find_repeated(setting.key for setting in launch.list_settings())
-    assert not find_repeated(setting.key for setting in sagemaker.SETTINGS)
+    assert not find_repeated(setting.key for setting in JOB_SETTINGS)
     assert not find_repeated(setting.variable for setting in SETTINGS)
     assert not find_repeated(name for name, _ in launch.list_options())
 
