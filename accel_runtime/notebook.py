@@ -156,9 +156,9 @@ def notebook_launcher(  # noqa: PLR0913, PLR0917 - the signature scripts know
         return
     if is_placed_by_device(os.environ):
         raise ValueError(
-            f"num_processes={num_processes}: notebook_launcher starts processes, and torch_xla (ACCEL_DEVICE=xla, or "
-            "PJRT_DEVICE is set) starts its replicas itself. Use `accel launch` with launcher.kind: xla, or "
-            "num_processes=1 for the replica that this session is"
+            f"num_processes={num_processes}: notebook_launcher starts processes, and the library of the device {settings.device} "
+            "starts its replicas itself. Use `accel launch` with the launcher of this device, or num_processes=1 for the replica that "
+            "this session is"
         )
     host, port = _parse_endpoint(rdzv_endpoint, master_addr, use_port, num_nodes)
     _check_cuda_uninitialized()

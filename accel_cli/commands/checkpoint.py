@@ -50,7 +50,7 @@ _directory = argument(
     "directory",
     metavar="DIR",
     default=".",
-    help="Read this project directory, directory of checkpoints, or checkpoint, or s3://, gs:// or az:// URL of one.",
+    help="Read this project directory, directory of checkpoints, or checkpoint, or the URL of one.",
     shell_complete=complete_checkpoints,
 )
 _json = option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -166,7 +166,7 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
     "--output",
     metavar="FILE",
     required=True,
-    help="Write this file; with --format dcp or hf, this folder.",
+    help="Write this file, or this folder in a format of several files.",
     shell_complete=complete_files,
 )
 @option(
@@ -197,7 +197,7 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
 @option(
     "--layout",
     type=click.Choice(["nested", "flattened", "torchtitan"]),
-    help="Write optimizers nested or flattened, or as torchtitan reads them (with --format dcp; default: nested).",
+    help="Write optimizers nested or flattened, or as torchtitan reads them (default: nested), in a format that takes it.",
 )
 @_json
 def export(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -288,7 +288,7 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
 
 @_command(
     "copy",
-    epilog="Example: accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
+    epilog="Example: accel checkpoint copy runs/7/checkpoints/checkpoint_3 checkpoint_3",
 )
 @_directory
 @argument("target", metavar="TARGET", help="Write this checkpoint, a path or URL where there is nothing.")

@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["env"]
 
 _MISSING = "not installed"
-_PACKAGES = (
-    "torch", "torch_xla", "libtpu", "numpy", "safetensors", "pydantic", "click", "rich", "questionary", "boto3",
-)  # fmt: skip
+_PACKAGES = ("torch", "numpy", "safetensors", "pydantic", "click", "rich", "questionary")
 _LIBRARIES = (
-    "transformers", "accelerate", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "tokenizers", "deepspeed",
+    "transformers", "accelerate", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "tokenizers",
     "bitsandbytes", "flash-attn", "torchvision", "torchaudio", "torchdata", "lightning-fabric",
 )  # fmt: skip
 """Libraries of scripts; only those that are installed are printed."""
 _RELEVANT = (
-    "ACCEL_", "ACCELERATE_", "CPU_NUM_DEVICES", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "KMP_", "LD_", "LIBTPU_", "LOCAL_", "MASTER_", "MEGASCALE_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
-    "PARALLELISM_CONFIG_", "PET_", "PJRT_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "SM_", "TORCH", "TPU_", "WORLD_SIZE", "XLA_",
+    "ACCEL_", "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "KMP_", "LD_", "LOCAL_", "MASTER_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_",
+    "PARALLELISM_CONFIG_", "PET_", "PMI_", "PYTHON", "PYTORCH_", "RANK", "ROCR_", "TORCH", "WORLD_SIZE",
 )  # fmt: skip
 
 
@@ -48,10 +46,15 @@ def env(as_json: bool) -> None:
 
     Variables that look like secrets are masked.
     """
-    from accel_cli.launchers import describe_environment
+    from accel_cli.launchers import LAUNCHERS, describe_environment
     from accel_cli.planning import machine
+    from accel_runtime.environment.engines import list_engines
     from accel_runtime.environment.settings import __version__
 
+    launchers = [LAUNCHERS[kind] for kind in LAUNCHERS.names]
+    packages = (*_PACKAGES, *(package for launcher in launchers for package in launcher.packages))
+    libraries = (*_LIBRARIES, *(engine.package for engine in list_engines()))
+    prefixes = (*_RELEVANT, *(prefix for launcher in launchers for prefix in launcher.variables))
     detected = machine.detect(os.environ)
     devices = {str(index): name for index, name in enumerate(detected.devices)}
     sections = {
@@ -60,9 +63,9 @@ def env(as_json: bool) -> None:
             "python": f"{platform.python_version()} ({sys.executable})",
             "cpu cores": detected.cpus,
         },
-        "packages": {"accel": __version__, **_find_versions(_PACKAGES)},
+        "packages": {"accel": __version__, **_find_versions(packages)},
         "libraries": {
-            name: version for name, version in _find_versions(_LIBRARIES).items() if version != _MISSING
+            name: version for name, version in _find_versions(libraries).items() if version != _MISSING
         }
         or "none",
         "devices": detected.problem or devices or "none",
@@ -71,7 +74,7 @@ def env(as_json: bool) -> None:
         "variables": {
             name: console.mask_secrets(name, value)
             for name, value in sorted(os.environ.items())
-            if name.startswith(_RELEVANT)
+            if name.startswith(prefixes)
         },
     }
     if as_json:

@@ -21,6 +21,7 @@ from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.machine import Machine, check_has_files
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, find_nodes
 from accel_cli.planning.plan import Plan
+from accel_runtime.environment.group_libraries import GROUP_LIBRARIES
 from accel_runtime.environment.settings import FullyShard, MixedPrecision, ProcessGroupBackend, Settings
 
 if TYPE_CHECKING:
@@ -114,6 +115,10 @@ class Launcher(Section):
     """Its options of `accel launch`, in addition to those of all launchers."""
     key_aliases: ClassVar[Mapping[str, str]] = {}
     """Its name of a key that an option of `accel launch` sets under another name."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """The packages that `accel env` lists for it."""
+    variables: ClassVar[tuple[str, ...]] = ()
+    """The prefixes of the variables of its service or library, which `accel env` lists."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))
     """The formats of mixed precision that its processes support."""
     process_group_backends: ClassVar[frozenset[ProcessGroupBackend]] = frozenset({"auto", "gloo", "nccl"})
@@ -180,20 +185,12 @@ class Launcher(Section):
         """Return the sections of `accel env` about its devices or its service, by title."""
         return {}
 
-    def check_process_group_backend(self, settings: Settings) -> None:
-        """Raise if this launcher does not support the process group backend.
-
-        Raises:
-            UsageError: The backend is not one of `process_group_backends`, and its library is not installed.
-        """
-        # In the container of a SageMaker job the launcher is an ordinary one.
-        if settings.process_group_backend not in self.process_group_backends and not find_spec(
-            "smdistributed"
-        ):
-            raise UsageError(
-                f"Invalid process_group_backend '{settings.process_group_backend}': only images of SageMaker have this "
-                "library. Use auto, or launcher.kind: sagemaker with an image that has it."
-            )
+    def supports_process_group_backend(self, name: str) -> bool:
+        """Return True if the processes of this launcher have a process group backend, or its library is installed here."""
+        # In the container of a job the launcher is an ordinary one.
+        return name in self.process_group_backends or (
+            name in GROUP_LIBRARIES.names and find_spec(GROUP_LIBRARIES[name].package) is not None
+        )
 
     def check_layout(self, settings: Settings) -> None:
         """Raise if models are to be sharded and this launcher's processes cannot do it.

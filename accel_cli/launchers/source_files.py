@@ -17,6 +17,7 @@ from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers import git
 from accel_cli.launchers.secret_files import FoundToken, find_tokens, is_secret_name
 from accel_cli.runs.run_dir import is_run_folder
+from accel_runtime.environment.engines import list_engines
 from accel_runtime.environment.settings import variable_name
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SelectedFile",
     "Selection",
-    "check_deepspeed_file",
+    "check_engine_files",
     "check_selected",
     "describe_selection",
     "format_name",
@@ -181,11 +182,12 @@ def check_selected(selection: Selection, path: str | Path) -> None:
     )
 
 
-def check_deepspeed_file(selection: Selection, folder: str | Path, env: Mapping[str, str]) -> None:
-    """Raise UsageError if the JSON file of DeepSpeed, relative to the working folder in the source, is not sent."""
-    name = env.get(variable_name("deepspeed_config_file"), "")
-    if name and not Path(name).is_absolute():
-        check_selected(selection, Path(folder, name))
+def check_engine_files(selection: Selection, folder: str | Path, env: Mapping[str, str]) -> None:
+    """Raise UsageError if the file of an engine, relative to the working folder in the source, is not sent."""
+    for engine in list_engines():
+        name = env.get(variable_name(f"{engine.name}_{engine.file}"), "")
+        if name and not Path(name).is_absolute():
+            check_selected(selection, Path(folder, name))
 
 
 def describe_selection(selection: Selection) -> Iterator[str]:

@@ -46,6 +46,7 @@ from accel_cli.planning.startup_code import explain_startup_code
 from accel_runtime.environment import settings as env
 
 __all__ = [
+    "NODE_CHECK",
     "PASSED_KEYS",
     "ElasticLauncher",
     "Endpoint",
@@ -202,7 +203,9 @@ class StallKeys(Protocol):
 _Section = TypeVar("_Section", bound=StallKeys)
 
 
-PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", "preflight")
+NODE_CHECK = "preflight"
+"""The key that checks the nodes, in the table of checks."""
+PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", NODE_CHECK)
 """The keys about stalls and the check of the nodes, which launchers of several nodes pass on to `accel launch` on each node."""
 
 
@@ -453,7 +456,8 @@ class Torchrun(ElasticLauncher):
             nproc_per_node=count,
             node_summary=spec.nodes.summary,
             agent=replace(
-                self.build_agent_settings(spec, self._choose_start_method(spec)), preflight=self.preflight
+                self.build_agent_settings(spec, self._choose_start_method(spec)),
+                node_check=NODE_CHECK if self.preflight else None,
             ),
         )
 

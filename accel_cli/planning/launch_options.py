@@ -8,6 +8,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from accel_runtime.environment.registry import Registry
+
 __all__ = [
     "OPTIONS",
     "SELECTION",
@@ -152,7 +154,7 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
             "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"
         ),
         LaunchOption("--log-dir", "Write the logs of runs to this folder.", "DIR", "launcher.log_dir"),
-        LaunchOption("--cpu", "Compute on the CPU even if there is a GPU or TPU.", key="device", const="cpu"),
+        LaunchOption("--cpu", "Compute on the CPU even if there is another device.", key="device", const="cpu"),
         LaunchOption(
             "--resume", "Resume from the newest checkpoint when the script calls accelerator.resume().",
             key="resume", const=True
@@ -175,12 +177,9 @@ _ADVICE = {
     "Use --nproc-per-node N for the number of GPUs, or --gpu-ids IDS to choose them": "gpus=",
     "Leave it out: accel does not bind processes to processor cores": "numa-binding= bind-cores-to-rank bind-core-list=",
     "Leave it out: processes get their local rank in the variable LOCAL_RANK": "no-local-rank",
-    "Use --gpu-ids IDS for GPUs of this machine, or --hosts HOSTS to run on others over ssh": "include= exclude=",
-    "Use --hosts HOSTS or --hostfile FILE to start the nodes over ssh, or launcher.kind: slurm": "launcher= force-multi no-ssh",
     "Leave it out: on one node, the rendezvous uses a free port": "standalone",
     "Leave it out: accel runs the script itself, unchanged": "run-path",
     "Leave it out: every process sees all GPUs and uses the one of its local rank": "virtual-local-rank",
-    "Use accel tpu-pod NAME --run": "run-pod",
     "Use --nproc-per-node N and --nnodes N; the world size is their product": "world-size=",
     "Use --set process_group_backend=gloo or nccl": "backend=",
     "Use --ranks RANKS to choose the output on the terminal; accel logs prints the output of every rank": "tee= t= redirects= r= local-ranks-filter= duplicate-*=",
@@ -192,12 +191,15 @@ _ADVICE = {
     "Use --log-dir DIR": "logs-specs=",
     "Leave it out: accel logs prints the output of a run": "event-log-handler=",
     "Leave it out: signals that end or stop a run are passed to every process": "signals-to-handle=",
-    "Use accel tpu-pod NAME --zone ZONE": "zone=",
-    "Use accel tpu-pod NAME --project ID": "project=",
-    "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
-    "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
 }
 """Options of torchrun and other launchers by the advice for them: `n=` takes a value, `duplicate-*=` is all of a prefix."""
+FOREIGN_OPTIONS: Registry[Mapping[str, str]] = Registry(
+    {
+        "deepspeed": "accel_cli.extensions.deepspeed.own_launcher:OPTIONS",
+        "xla": "accel_cli.extensions.xla.tpu:OPTIONS",
+    }
+)
+"""Those of launchers of the libraries of extensions."""
 
 
 class ForeignOption(NamedTuple):
@@ -215,9 +217,9 @@ def list_foreign_options() -> Mapping[str, ForeignOption]:
 
     advice = {
         **_ADVICE,
+        **{text: names for name in FOREIGN_OPTIONS.names for text, names in FOREIGN_OPTIONS[name].items()},
         launch.NUM_MACHINES.advice: "num-nodes=",
         launch.MAIN_PROCESS_IP.advice: "master-addr= master-port=",
-        launch.TPU_CLUSTER.advice: "tpu-pod=",
     }
     options = {
         name.rstrip("*="): ForeignOption(text, "=" in name)

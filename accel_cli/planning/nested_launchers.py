@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from accel_cli.planning.launch_options import Kind
+from accel_runtime.environment.registry import Registry
 
-__all__ = ["NestedLauncher", "find_nested_launcher"]
+__all__ = ["OTHER_LAUNCHERS", "NestedLauncher", "OtherLauncher", "Words", "find_nested_launcher"]
 
 Words = tuple[str, ...]
 _PYTHON = re.compile(r"python(\d+(\.\d+)?t?)?")
@@ -35,10 +36,19 @@ class NestedLauncher(NamedTuple):
     reason: str = "it starts processes itself, and would do so in each process of this launch"
 
 
+class OtherLauncher(NamedTuple):
+    """The launcher of a library."""
+
+    parse: Callable[[Words], Words | None]
+    """Returns the words of the same launch without it."""
+    modules: frozenset[str]
+    """Its modules that are run."""
+
+
 def find_nested_launcher(target: str, kind: Kind, args: Sequence[str]) -> NestedLauncher | None:
     """Return the launcher that a target is; None for a script or a program of the user."""
     if kind == "module":
-        return _build(_MODULES.get(target), tuple(args))
+        return _build(_find_command(target), tuple(args))
     name = Path(target).name.removesuffix(".exe")
     path = Path(shutil.which(target) or target) if kind == "program" else Path(target)
     if _PYTHON.fullmatch(name) and not _is_python_text(path):
@@ -47,13 +57,26 @@ def find_nested_launcher(target: str, kind: Kind, args: Sequence[str]) -> Nested
         # As a program, Python runs the script in each process.
         python = NestedLauncher(name, _format(inner), "accel launch starts Python itself")
         return nested or (python if kind == "script" else None)
-    if name not in _COMMANDS or path.is_dir() or (path.is_file() and not _is_launcher(path, name)):
+    if (
+        name not in {*_COMMANDS, *OTHER_LAUNCHERS.names}
+        or path.is_dir()
+        or (path.is_file() and not _is_launcher(path, name))
+    ):
         return None
     return _build(name, tuple(args))
 
 
 def _build(name: str | None, args: Words) -> NestedLauncher | None:
-    return NestedLauncher(name, _COMMANDS[name](args)) if name else None
+    if not name:
+        return None
+    parse = _COMMANDS[name] if name in _COMMANDS else OTHER_LAUNCHERS[name].parse
+    return NestedLauncher(name, parse(args))
+
+
+def _find_command(module: str) -> str | None:
+    """Return the name of the launcher of a module; None if it is no launcher."""
+    others = (name for name in OTHER_LAUNCHERS.names if module in OTHER_LAUNCHERS[name].modules)
+    return _MODULES.get(module) or next(others, None)
 
 
 def _is_launcher(path: Path, name: str) -> bool:
@@ -61,7 +84,7 @@ def _is_launcher(path: Path, name: str) -> bool:
     if not _is_python_text(path):
         return True
     modules = re.findall(r"^(?:from|import) ([\w.]+)", _read_head(path), re.MULTILINE)
-    return any(_MODULES.get(module) == name for module in modules)
+    return any(_find_command(module) == name for module in modules)
 
 
 def _is_python_text(path: Path) -> bool:
@@ -111,15 +134,6 @@ def _keep(args: Words) -> Words | None:
     return args or None
 
 
-def _parse_deepspeed(args: Words) -> Words | None:
-    """Return the script of DeepSpeed's launcher, without its own options."""
-    place = next((number for number, word in enumerate(args) if word.endswith(".py")), None)
-    if "--module" in args:
-        place = args.index("--module") + 1
-        return ("-m", *args[place:]) if args[place:] and not args[place].startswith("-") else None
-    return None if place is None else args[place:]
-
-
 def _parse_trl(args: Words) -> Words | None:
     """Return the script of a command of TRL; options of its launcher come before it."""
     if not args or args[0].startswith("-"):
@@ -148,7 +162,6 @@ _COMMANDS: Mapping[str, Callable[[Words], Words | None]] = MappingProxyType(
         "accel": _strip_command,
         "accelerate": _strip_command,
         "accelerate-launch": _keep,
-        "deepspeed": _parse_deepspeed,
         "torchrun": _keep,
         "trl": _parse_trl,
     }
@@ -161,8 +174,6 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "accel_cli.main": "accel",
         "accelerate.commands.accelerate_cli": "accelerate",
         "accelerate.commands.launch": "accelerate-launch",
-        "deepspeed.launcher.launch": "deepspeed",
-        "deepspeed.launcher.runner": "deepspeed",
         "torch.distributed.launch": "torchrun",
         "torch.distributed.run": "torchrun",
         "trl.cli": "trl",
@@ -170,3 +181,9 @@ _MODULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """The names of launchers by their modules."""
+OTHER_LAUNCHERS: Registry[OtherLauncher] = Registry(
+    {
+        "deepspeed": "accel_cli.extensions.deepspeed.own_launcher:LAUNCHER",
+    }
+)
+"""Launchers of the libraries of extensions, by their command."""

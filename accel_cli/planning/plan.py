@@ -95,8 +95,8 @@ class AgentSettings:
     """The reaction to a stall besides the report."""
     startup_timeout: int | None = None
     """Seconds without progress before the first step; None is a multiple of `stall_timeout`."""
-    preflight: bool = False
-    """True if the nodes are checked before the processes start."""
+    node_check: str | None = None
+    """The key of the launcher that checks the nodes before the processes start; None if none does."""
     metrics_port: str | None = None
     """The address at which metrics are served, as `host:port`."""
     keep_runs: int = KEEP_RUNS

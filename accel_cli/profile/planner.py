@@ -19,6 +19,7 @@ from accel_cli import console, launchers
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.launcher import Launcher, LaunchSpec, Plan
+from accel_cli.launchers.torchrun import NODE_CHECK
 from accel_cli.planning import machine as hardware
 from accel_cli.planning.launch_options import OPTIONS, Kind, LaunchOption, Request
 from accel_cli.planning.machine import Machine
@@ -67,7 +68,7 @@ _AGENT = frozenset(
         "stall_action",
         "startup_timeout",
         "metrics_port",
-        "preflight",
+        NODE_CHECK,
     )
 )
 """Keys that need an elastic agent, also for one process."""
@@ -99,7 +100,7 @@ def prepare(
             f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
             "measure_flops to false."
         )
-    launcher.check_process_group_backend(profile.settings)
+    _check_process_group_backend(launcher, profile.settings.process_group_backend)
     spec = LaunchSpec(
         target=request.target,
         args=request.args,
@@ -139,6 +140,22 @@ def _format_jobs_options(request: Request, launcher: Launcher) -> str:
     keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
     assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]
     return format_options(request.options.get("profile"), assignments)
+
+
+def _check_process_group_backend(launcher: Launcher, name: str) -> None:
+    """Raise UsageError if the processes of a launcher do not have a process group backend."""
+    if launcher.supports_process_group_backend(name):
+        return
+    kinds = [kind for kind, other in LAUNCHERS.items() if name in other.process_group_backends]
+    instead = (
+        f"Use auto, or launcher.kind: {' or '.join(kinds)} with an image that has it."
+        if kinds
+        else "Use auto."
+    )
+    raise UsageError(
+        f"Invalid process_group_backend '{name}': its library is not installed here, and launcher.kind: {launcher.kind} does "
+        f"not bring it. {instead}"
+    )
 
 
 def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:

@@ -15,6 +15,7 @@ from accel_cli.launchers.sections import ItemError, Section
 from accel_cli.profile.schema import SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
 from accel_runtime.environment.accelerate import launch
 from accel_runtime.environment.accelerate.sharding import explain_fsdp1_option
+from accel_runtime.environment.engines import list_engines
 from accel_runtime.environment.settings import find_nearest
 
 __all__ = ["describe", "did_you_mean", "drop_repeated_lists", "explain", "one_of", "unknown_key"]
@@ -45,7 +46,7 @@ _EXAMPLES = {
     "launcher": "launcher.kind",
     "parallel": "parallel.dp_shard",
     "fully_shard": "fully_shard.wrap",
-    "deepspeed": "deepspeed.stage",
+    **{engine.name: engine.key for engine in list_engines()},
     "compile": "compile.backend",
     "env": "env.NAME, a variable",
 }

@@ -95,10 +95,9 @@ class ElasticAgent(LocalElasticAgent):
         self._handler = handler
         self._nodes = handler if isinstance(handler, NodeRendezvous) else None
         self._bootstrap = handler.bootstrap
-        self._preflight = (
-            find_node_check("preflight")(context, self._bootstrap, self._nodes)
-            if context.settings.preflight
-            else None
+        node_check = context.settings.node_check
+        self._node_check = (
+            find_node_check(node_check)(context, self._bootstrap, self._nodes) if node_check else None
         )
         self._budget = RestartBudget(self._bootstrap, spec.max_restarts)
         self._is_silent = False
@@ -197,8 +196,8 @@ class ElasticAgent(LocalElasticAgent):
     @override
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._meet(worker_group)
-        while self._preflight and self._preflight.is_needed():
-            if self._preflight.check(worker_group, self._handler.round, self._build_environment):
+        while self._node_check and self._node_check.is_needed():
+            if self._node_check.check(worker_group, self._handler.round, self._build_environment):
                 return
             self._bootstrap.reset_deadline()
             self._meet(worker_group)

@@ -140,7 +140,7 @@ class NodeRendezvous(DynamicRendezvousHandler):
         setattr(dynamic_rendezvous, "_delay", handler._delay)  # noqa: B010
         handler.bootstrap = bootstrap
         handler._is_static = settings.static
-        handler._takes_spares = settings.max_restarts > 0 or settings.preflight
+        handler._takes_spares = settings.max_restarts > 0 or bool(settings.node_check)
         return handler
 
     @property

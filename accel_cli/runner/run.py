@@ -132,8 +132,8 @@ def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:
     settings = context.settings
     script = ScriptIdentity("") if settings.is_single_node else ScriptIdentity.from_plan(plan)
     bootstrap = BootstrapStore(settings, plan.nproc_per_node, script, derived=bool(plan.node_summary))
-    if settings.preflight:
-        find_node_check("preflight").refuse_bad_node(bootstrap)
+    if settings.node_check:
+        find_node_check(settings.node_check).refuse_bad_node(bootstrap)
     handler: SingleNodeRendezvous | NodeRendezvous
     if bootstrap.is_single_node:
         handler = SingleNodeRendezvous(bootstrap, settings.run_id)

@@ -21,6 +21,7 @@ from accel_runtime.backends import (
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.single import DetachedBackend
 from accel_runtime.data.active_loops import ActiveLoops
+from accel_runtime.environment.engines import list_engines
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.epoch_progress import StepInfo
@@ -467,8 +468,11 @@ class AcceleratorState(ProcessStateView):
 
     def _require_engine(self) -> EngineOptions:
         if self._engine is None:
+            engines = list_engines()
+            titles = " or ".join(engine.title for engine in engines) or "An engine"
+            keys = " or ".join(engine.key for engine in engines) or "its key"
             raise ValueError(
-                "DeepSpeed is not in use: there is no plugin to get or select. Set deepspeed.stage in the profile, or pass "
+                f"{titles} is not in use: there is no plugin to get or select. Set {keys} in the profile, or pass "
                 "Accelerator(deepspeed_plugin=...)."
             )
         return self._engine

@@ -70,10 +70,11 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
         ValueError: The sharding does not fit the processes or the device.
     """
     check_layout(settings.parallel, settings.fully_shard, topology.world_size)
-    if settings.spmd and settings.device != "xla":
+    if settings.spmd and settings.device not in DEVICES.names:
+        names = " or ".join(DEVICES.names) or "of another library than torch"
         raise RuntimeError(
-            f"SPMD (ACCEL_SPMD=1) needs XLA devices, but the device is {settings.device}. Set ACCEL_DEVICE=xla, as "
-            "launcher.kind: xla with spmd: true does, or unset ACCEL_SPMD."
+            f"SPMD (ACCEL_SPMD=1) needs the device {names}, but the device is {settings.device}. Set ACCEL_DEVICE, as a launcher "
+            "with spmd: true does, or unset ACCEL_SPMD."
         )
     if settings.device in DEVICES.names:
         return DEVICES[settings.device].connect(settings, topology, options or {})

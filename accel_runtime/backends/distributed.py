@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib
 import itertools
 import logging
 import multiprocessing
@@ -36,6 +35,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.stalls import RankMonitor, rank_monitor_of
 from accel_runtime.collectives.transport import connect_group
+from accel_runtime.environment.group_libraries import GROUP_LIBRARIES
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Topology, build_refusal
@@ -109,8 +109,6 @@ def wait_for_threads_before_fork() -> None:
 
 
 _LOG = logging.getLogger("accel_runtime.backends")
-_SMDDP = "smddp"
-_SMDDP_MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
 # torch has one default process group per process; the first of two Accelerators to end must not destroy it.
 _USERS: WeakSet[Backend] = WeakSet()
@@ -264,8 +262,8 @@ def _join_process_group(
     arguments: dict[str, Any] = {"backend": _group_backend(settings, device), "timeout": timeout} | options
     if not dist.is_initialized():
         _check_is_rank(topology)
-        if arguments["backend"] == _SMDDP:
-            _register_smddp(device)
+        if arguments["backend"] in GROUP_LIBRARIES.names:
+            GROUP_LIBRARIES[arguments["backend"]].register(device)
         is_located = bool(arguments.keys() & {"store", "init_method"})
         with nullcontext() if is_located else report_missing_ranks(topology):
             if not is_located:
@@ -399,24 +397,8 @@ def _group_backend(settings: Settings, device: torch.device) -> str:
     name: str = settings.process_group_backend
     if name == "auto":
         name = dist.get_default_backend_for_device(device)
-    # smddp must be the only backend, see the documentation of SageMaker's library.
-    return name if device.index is None or name in {"gloo", _SMDDP} else f"cpu:gloo,{device.type}:{name}"
-
-
-def _register_smddp(device: torch.device) -> None:
-    """Import SageMaker's library, which registers itself with torch."""
-    if device.type != "cuda":
-        raise RuntimeError(
-            f"process_group_backend smddp needs NVIDIA GPUs, but the device is {device.type}. Set process_group_backend to auto."
-        )
-    try:
-        importlib.import_module(_SMDDP_MODULE)
-    except ImportError as error:
-        raise RuntimeError(
-            f"process_group_backend smddp needs {_SMDDP_MODULE}, which cannot be imported here ({error}). Images of "
-            "SageMaker bring it for some releases of PyTorch, and it runs on ml.p4d.24xlarge and ml.p4de.24xlarge: choose "
-            "such an image (launcher.image_uri), or set process_group_backend to auto, which is nccl."
-        ) from error
+    is_only = device.index is None or name in {"gloo", *GROUP_LIBRARIES.names}
+    return name if is_only else f"cpu:gloo,{device.type}:{name}"
 
 
 def _destroy_process_group() -> None:

@@ -53,7 +53,6 @@ __all__ = [
     "RANK_FOLDER",
     "RANK_PROCESS",
     "RDZV_SOCKET",
-    "ROUNDING",
     "TRUSTED_PROJECTS",
     "Compile",
     "CompileMode",
@@ -189,8 +188,6 @@ DESCRIPTION = "description.json"
 """File in that directory with the result of `Accelerator.describe`, from the main process."""
 CHECKPOINTS = "checkpoints.jsonl"
 """File in that directory with the checkpoints that were saved and loaded, from the main process."""
-ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
-"""Variables that make torch_xla compute in another dtype than the script's; launcher and runtime reject them."""
 EARLY_FP16 = "USE_FP16"
 """Switch of the first Accelerate releases, used if `ACCEL_MIXED_PRECISION` is not set."""
 PJRT = "PJRT_DEVICE"

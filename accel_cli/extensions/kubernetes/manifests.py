@@ -22,7 +22,7 @@ from accel_cli.extensions.kubernetes.fields import INSTANCE, MANAGED_BY, OWNER, 
 from accel_cli.launchers.job_service import get_user
 from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
-    check_deepspeed_file,
+    check_engine_files,
     check_selected,
     describe_selection,
     select_files,
@@ -186,7 +186,7 @@ def read_source(job: KubernetesJobPlan) -> bytes | None:
     for note in selection.notes:
         console.note(note)
     check_selected(selection, job.needed)
-    check_deepspeed_file(selection, job.cwd, job.env)
+    check_engine_files(selection, job.cwd, job.env)
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         archive = Path(scratch, _ARCHIVE)
         write_archive(selection, archive)

@@ -21,7 +21,7 @@ from accel_cli.launchers.node_launch import build_command, build_rendezvous_opti
 from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     Selection,
-    check_deepspeed_file,
+    check_engine_files,
     check_selected,
     describe_selection,
     select_files,
@@ -225,7 +225,7 @@ class RayJobPlan(JobPlan):
             return None
         selection = select_files(Path(self.source_dir), self.include, self.exclude)
         check_selected(selection, Path(run.folder or ".", run.script or ""))
-        check_deepspeed_file(selection, run.folder or ".", run.env)
+        check_engine_files(selection, run.folder or ".", run.env)
         return selection
 
     @override

@@ -442,7 +442,7 @@ def _select_source(job: SageMakerJobPlan) -> source_files.Selection:
     for note in selection.notes:
         console.note(note)
     source_files.check_selected(selection, Path(run["cwd"], run["target"] if run["kind"] == "script" else ""))
-    source_files.check_deepspeed_file(selection, run["cwd"], run["settings"])
+    source_files.check_engine_files(selection, run["cwd"], run["settings"])
     if run["requirements"]:
         source_files.check_selected(selection, run["requirements"])
     bundle.check_size(selection, section.max_upload_size)

@@ -20,7 +20,7 @@ from accel_cli.extensions.skypilot.fields import SkyPilotSection
 from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     Selection,
-    check_deepspeed_file,
+    check_engine_files,
     check_selected,
     describe_selection,
     select_files,
@@ -146,7 +146,7 @@ class SkyJobPlan(JobPlan):
         section = self.section
         selection = select_files(Path(section.source_dir), section.include, section.exclude)
         check_selected(selection, Path(self.folder, self.script or ""))
-        check_deepspeed_file(selection, self.folder, self.env)
+        check_engine_files(selection, self.folder, self.env)
         return selection
 
     @override

@@ -132,6 +132,7 @@ class Slurm(JobLauncher):
     """A job of a Slurm cluster, with an elastic agent on each node."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
+    variables: ClassVar[tuple[str, ...]] = ("SLURM_",)
     launch_options: ClassVar[tuple[LaunchOption, ...]] = (
         *JobLauncher.launch_options,
         LaunchOption(

@@ -29,7 +29,7 @@ from accel_cli.extensions.ssh.hosts import Host
 from accel_cli.extensions.ssh.plan import SshPlan
 from accel_cli.extensions.ssh.supervisor import CONTROL, HEADER, MARK
 from accel_cli.launchers.node_launch import NodeEnd, get_failure_order
-from accel_cli.launchers.source_files import Selection, check_deepspeed_file, check_selected, select_files
+from accel_cli.launchers.source_files import Selection, check_engine_files, check_selected, select_files
 from accel_cli.planning import network
 from accel_cli.planning.plan import Plan
 from accel_cli.runner.guard import FORWARDED_SIGNALS, HANDLED_SIGNALS
@@ -92,7 +92,7 @@ def _select_files(job: SshPlan, variables: Mapping[str, str]) -> Selection:
         console.note(note)
     if job.script and not Path(job.script).is_absolute():
         check_selected(selection, job.script)
-    check_deepspeed_file(selection, ".", variables)
+    check_engine_files(selection, ".", variables)
     return selection
 
 

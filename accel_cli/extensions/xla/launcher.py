@@ -17,7 +17,7 @@ from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment, bu
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes
-from accel_runtime.environment.settings import ROUNDING
+from accel_runtime.extensions.xla.devices import ROUNDING
 
 __all__ = ["Xla"]
 
@@ -39,6 +39,10 @@ class Xla(torchrun.ElasticLauncher):
 
     title: ClassVar[str] = "TPU (torch_xla)"
     location = "pod"
+    packages: ClassVar[tuple[str, ...]] = ("torch_xla", "libtpu")
+    variables: ClassVar[tuple[str, ...]] = (
+        "CPU_NUM_DEVICES", "LIBTPU_", "MEGASCALE_", "PJRT_", "TPU_", "XLA_",
+    )  # fmt: skip
     key_aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"launcher.nproc_per_node": "launcher.replicas"}
     )

@@ -11,10 +11,20 @@ from typing import ClassVar
 from typing_extensions import override
 
 from accel_cli.planning.machine import Machine, OtherDevices, count_names
+from accel_runtime.environment.accelerate import launch
 from accel_runtime.environment.installation import format_install, format_new_environment
 from accel_runtime.environment.text import decode_text
 
-__all__ = ["Packages", "Tpu", "XlaDevices", "detect_devices", "detect_packages", "detect_tpu", "get_devices"]
+__all__ = [
+    "OPTIONS",
+    "Packages",
+    "Tpu",
+    "XlaDevices",
+    "detect_devices",
+    "detect_packages",
+    "detect_tpu",
+    "get_devices",
+]
 
 _METADATA_TIMEOUT_S = 2.0
 """Short, since the metadata server runs on the host of the virtual machine."""
@@ -29,6 +39,16 @@ _TPU_NAMES: Mapping[str, str] = {
     "0x0076": "TPU v7x",
 }
 """By PCI device id; Google's network cards and disks have the same vendor id."""
+
+OPTIONS: Mapping[str, str] = {
+    "Use accel tpu-pod NAME --run": "run-pod",
+    "Use accel tpu-pod NAME --zone ZONE": "zone=",
+    "Use accel tpu-pod NAME --project ID": "project=",
+    "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
+    "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
+    launch.TPU_CLUSTER.advice: "tpu-pod=",
+}
+"""Options of Accelerate's and torch_xla's launchers of pods by the advice for them."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from typing_extensions import override
 from accel_runtime.backends.distributed import REDUCE_OPS
 from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.transport import Transport, connect_transport
-from accel_runtime.environment.settings import ROUNDING, MixedPrecision, Settings
+from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
+from accel_runtime.extensions.xla.devices import ROUNDING
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.nested import is_strided_tensor
 from accel_runtime.foundation.options import DDPCommunicationHookType
@@ -44,7 +45,7 @@ __all__ = [
 
 def read_timeout(settings: Settings, options: dict[str, Any]) -> timedelta:
     """Return the timeout of replicas; raise ValueError for other options of a process group."""
-    if settings.process_group_backend in {"nccl", "smddp"}:
+    if settings.process_group_backend not in {"auto", "gloo"}:
         raise ValueError(
             f"process_group_backend {settings.process_group_backend} needs CUDA, but the device is xla. Set it to auto."
         )

@@ -282,7 +282,7 @@ def test_a_rank_of_this_node_is_an_error_if_the_script_runs_on_others(kind, laun
 
 def test_a_process_group_library_is_an_error_without_an_image_that_has_it(kind, launcher):
     if "smddp" not in launcher.process_group_backends:
-        message = r"'smddp': only images of SageMaker have .*\. Use auto, or launcher\.kind: sagemaker"
+        message = r"'smddp': its library is not installed here, .*\. Use auto, or launcher\.kind: sagemaker"
         with pytest.raises(UsageError, match=message):
             prepare(kind, set=(*assign(kind), "process_group_backend=smddp"))
 

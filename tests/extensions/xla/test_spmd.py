@@ -45,7 +45,7 @@ def test_spmd_without_xla_devices_is_rejected_by_the_accelerator(monkeypatch, de
     monkeypatch.setenv("ACCEL_SPMD", "1")
     monkeypatch.setenv("ACCEL_DEVICE", device)
     with pytest.raises(
-        RuntimeError, match=f"needs XLA devices, but the device is {device}. Set ACCEL_DEVICE=xla"
+        RuntimeError, match=f"needs the device xla, but the device is {device}. Set ACCEL_DEVICE"
     ):
         Accelerator()
 

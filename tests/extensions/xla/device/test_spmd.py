@@ -574,7 +574,7 @@ def test_a_cpu_accelerator_in_an_spmd_process_is_rejected(mesh):
         from accel_runtime import Accelerator
 
         Accelerator()
-        with pytest.raises(RuntimeError, match="needs XLA devices, but the device is cpu"):
+        with pytest.raises(RuntimeError, match="needs the device xla, but the device is cpu"):
             Accelerator(cpu=True)
 
     mesh.run(refused)

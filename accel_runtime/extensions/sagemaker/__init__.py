@@ -1,0 +1,1 @@
+"""What the images of Amazon SageMaker have, on a rank."""
