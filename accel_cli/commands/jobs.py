@@ -32,7 +32,7 @@ class Service:
         "--launcher",
         default=None,
         metavar="KIND",
-        help="Look for jobs of this launcher; by default that of the active profile, or slurm.",
+        help="Look for jobs of this launcher; by default that of the active profile, or else the first that submits jobs.",
     )
     profile: str | None = declare(
         option,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import io
 import json
 import os
 import re
 import shutil
 import sys
+import tokenize
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
@@ -44,6 +48,65 @@ TABLES = (
 EXTENSIONS = sorted(
     {path.parent.name for half in HALVES for path in (ROOT / half / "extensions").glob("*/__init__.py")}
 )
+
+
+def _name(*words):
+    """Return the pattern of words in identifiers too, as in `is_xla`, but not within other words."""
+    return rf"(?<![A-Za-z])(?:{'|'.join(words)})(?![a-z])"
+
+
+WORDS = {
+    "deepspeed": r"(?i:deepspeed|zero_?stage|zero_?[123](?!\d))|\bZeRO\b",
+    "estimate": r"\bestimate\b",
+    "foreign_checkpoints": _name("dcp", "DCP", "dist_cp", "foreign_checkpoints"),
+    "kubernetes": "(?i:kubernetes)|"
+    + _name("kubectl", "[Kk]ubeconfig", "JobSet", "TrainJob", "Kueue", "[Kk]ubeflow"),
+    "migrate": _name("libcst") + "|accel migrate",
+    "node_check": _name("[Pp]reflight", "PREFLIGHT"),
+    "node_disks": _name("node_dirs?", "store_every", "node_?disks?", "NodeDisks?"),
+    "object_stores": _name("obstore", "S3", "AWS", "GCS") + r"|\b(?:s3|gs|az|abfss?)://",
+    "ray": _name("ray", "Ray", "RAY"),
+    "report": _name("plotly", "jinja2") + "|accel report",
+    "sagemaker": "(?i:sagemaker|smddp|smdistributed)|" + _name("boto3?", "botocore"),
+    "skypilot": "(?i:skypilot)|" + _name("sky"),
+    "slurm": "(?i:slurm)|" + _name("sbatch", "srun", "salloc", "squeue", "scancel"),
+    "ssh": _name("sshd?", "Ssh", "SSH", "rsync"),
+    "trackers": _name("(?i:aim|clearml|comet_?ml|dvclive|mlflow|swanlab|trackio)"),
+    "xla": _name("(?i:torch_xla|xla|tpus?|libtpu|pjrt)") + "|(?:ranks|replicas)_are_threads",
+}
+"""The words of each extension, as a pattern: its name, service and packages, and the names that only it has."""
+
+
+class FoundWord(NamedTuple):
+    """A word of an extension in a line of a file."""
+
+    line: int
+    extension: str
+    word: str
+    text: str
+
+
+def find_words(path):
+    """Yield the words of extensions in a source file, but for its own, rows of tables, comments and docstrings."""
+    source = path.read_text("utf-8")
+    name = str(path.relative_to(ROOT))
+    skipped = {
+        number
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for number in range(node.lineno, node.end_lineno + 1)
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
+    for number, line in enumerate(source.splitlines(), 1):
+        if number in skipped or (name in TABLES and find_extensions(line)):
+            continue
+        code = line[: comments.get(number)]
+        for extension in WORDS.keys() - find_extensions(name):
+            for word in sorted({found[0].lower() for found in re.finditer(WORDS[extension], code)}):
+                yield FoundWord(number, extension, word, code.strip())
 
 
 def find_extensions(text):
