@@ -197,7 +197,7 @@ MUTATIONS = (
     ),
     Mutation(
         "clipping of parameters from before prepare",
-        "accel_runtime.parallel.parameter_map:ParameterMap.find_current",
+        "accel_runtime.parallel.fully_shard:ParameterMap.find_current",
         return_value("parameter"),
         ("tests/runtime/parallel/test_norms.py::test_parameters_listed_before_prepare_can_be_clipped",),
     ),

@@ -104,8 +104,6 @@ ALIASES = LAYERS["accel_runtime"][3].split()
 MAX_MODULES = 15
 LARGE_PACKAGES = {
     "accel_cli/extensions/migrate": "the converter of scripts has a module for each kind of statement",
-    "accel_runtime/parallel": "its chapters are not joined yet",
-    "accel_runtime/extensions/deepspeed": "its chapters are not joined yet",
 }
 """The packages with more than `MAX_MODULES` modules, each with the reason."""
 

@@ -48,7 +48,7 @@ NODE_CHECKS: Registry[type[NodeCheck]] = Registry(
 """Checks of the nodes of a run, by the key of the launcher that chooses one."""
 PREPARATIONS: Registry[Callable[[Sequence[str], Mapping[str, str]], None]] = Registry(
     {
-        "deepspeed": "accel_cli.extensions.deepspeed.operators:compile_operators",
+        "deepspeed": "accel_cli.extensions.deepspeed.build_operators:compile_operators",
     },
     error=UsageError,
 )

@@ -36,9 +36,9 @@ def choose_strategy(
     if settings.engine:
         return STRATEGIES[settings.engine.name](backend, settings, engine_config)
     if not settings.parallel.plain:
-        from accel_runtime.parallel.fully_shard import Sharded  # noqa: PLC0415 - loads slowly
+        from accel_runtime.parallel.fully_shard import FullyShardStrategy  # noqa: PLC0415 - loads slowly
 
-        return Sharded(backend, settings)
-    from accel_runtime.parallel.replicated import Replicated  # noqa: PLC0415 - submodules of this package are imported alone
+        return FullyShardStrategy(backend, settings)
+    from accel_runtime.parallel.ddp import DDPStrategy  # noqa: PLC0415 - submodules of this package are imported alone
 
-    return Replicated(backend)
+    return DDPStrategy(backend)

@@ -1,8 +1,8 @@
-"""The strategy of sharded models: tensor parallelism, activation checkpointing, `fully_shard`."""
+"""The strategy of sharded models: tensor parallelism, activation checkpointing, `fully_shard`, and the map of replaced parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
+from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.precision import FORMATS, name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
@@ -40,16 +42,16 @@ from accel_runtime.parallel.fsdp_units import (
     GradientSync,
     Units,
     build_policy,
+    check_modules,
     checkpoint_activations,
     find_ignored,
     find_units,
+    find_unshardable,
     is_checkpointed,
     parameters_of_unit,
     refuse_gradient_hooks,
     shard_model,
 )
-from accel_runtime.parallel.parameter_map import ParameterMap
-from accel_runtime.parallel.sharding_checks import check_modules, find_unshardable
 from accel_runtime.parallel.strategy import ModelLayout, Strategy
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
@@ -60,7 +62,8 @@ from accel_runtime.storage.errors import format_names
 
 __all__ = [
     "AverageByKind",
-    "Sharded",
+    "FullyShardStrategy",
+    "ParameterMap",
     "UntracedBufferBroadcast",
     "broadcast_parameters",
     "build_buffer_broadcast",
@@ -68,7 +71,7 @@ __all__ = [
 ]
 
 
-class Sharded(Strategy):
+class FullyShardStrategy(Strategy):
     """Every rank has a shard of each model: `fully_shard`, tensor parallelism, or both.
 
     Args:
@@ -265,6 +268,94 @@ class Sharded(Strategy):
         syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
         sync = next(syncs, None)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+class ParameterMap:
+    """Map from the parameters that the script created to the sharded parameters that are trained."""
+
+    def __init__(self) -> None:
+        # Weak references: the map must not keep full parameters in memory that no optimizer uses.
+        self._sharded: MutableMapping[torch.Tensor, nn.Parameter] = WeakTensorKeyDictionary()
+
+    def add(self, originals: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+        """Add the parameters of a sharded model, given the original parameters by name."""
+        sharded = dict(model.named_parameters(remove_duplicate=False))
+        for name, original in originals.items():
+            if sharded[name] is not original:
+                self._sharded[original] = sharded[name]
+
+    def find_current(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sharded parameter that replaced a parameter of the script, or the parameter itself."""
+        return self._sharded.get(parameter, parameter)
+
+    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> None:
+        """Raise ValueError if an optimizer has parameters of no prepared model."""
+        prepared = {parameter for model in models for parameter in model.parameters()}
+        missing = [
+            p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.requires_grad and p not in prepared
+        ]
+        if missing:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step: {len(missing)} of its parameters, the first of shape "
+                f"{list(missing[0].shape)}, are in no prepared model, so their gradients are not averaged over the processes. "
+                "Pass the model to prepare(); if it was prepared before, create the optimizer from model.parameters()."
+            )
+
+    def replace_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the parameters of an optimizer by the sharded ones, and shard its state."""
+        for group in optimizer.param_groups:
+            parameters: list[torch.Tensor] = group["params"]
+            for original in parameters:
+                if original in self._sharded and original in optimizer.state:
+                    sharded = self._sharded[original]
+                    optimizer.state[sharded] = {
+                        key: shard_like(value, sharded, key)
+                        if isinstance(value, torch.Tensor) and value.shape == original.shape
+                        else value
+                        for key, value in optimizer.state.pop(original).items()
+                    }
+            # In place: some optimizers keep the list itself.
+            parameters[:] = [self.find_current(parameter) for parameter in parameters]
+            if has_dtensor(parameters):
+                _refuse_optimizer(optimizer, group)
+            if len({hasattr(parameter, "device_mesh") for parameter in parameters}) <= 1:
+                continue
+            # Step parameters one by one: torch's foreach loops refuse a mix of sharded and replicated parameters.
+            for name in ("fused", "foreach"):
+                if group.get(name):
+                    raise ValueError(
+                        f"Cannot prepare the optimizer with {name}=True: a parameter group contains both sharded and replicated "
+                        f"parameters, which torch cannot step together. Remove {name}, or use one group for each kind."
+                    )
+            if "foreach" in group:
+                group["foreach"] = False
+
+
+_UNSHARDABLE = (
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    torch.optim.Rprop,
+    torch.optim.SparseAdam,
+)
+"""Optimizers that torch 2.13 cannot step with sharded parameters."""
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if torch cannot step a group of sharded parameters."""
+    name = type(optimizer).__name__
+    # Those of transformers and other libraries have the name too.
+    if isinstance(optimizer, _UNSHARDABLE) or name == torch.optim.Adafactor.__name__:
+        raise ValueError(
+            f"{name} cannot train a sharded model: torch has no step for sharded parameters. Use another optimizer, such as AdamW, "
+            "or train without sharding (remove dp_shard)."
+        )
+    if group.get("fused") and isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad)):
+        raise ValueError(
+            f"{name}(fused=True) cannot train a sharded model: torch has no fused step for sharded parameters. Remove fused."
+        )
 
 
 class AverageByKind:

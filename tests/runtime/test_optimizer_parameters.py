@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_runtime.parallel.parameter_map import ParameterMap
+from accel_runtime.parallel.fully_shard import ParameterMap
 
 
 def replaced(model):

@@ -72,7 +72,7 @@ def test_a_check_that_fails_on_one_rank_fails_on_all_ranks(ranks):
             "all_gather_slots",
             lambda self, slot: bytearray(slot) * self._size,
         ),
-        ("parallel.replicated.Replicated", "wrap_model", lambda _self, model, _options: model),
+        ("parallel.ddp.DDPStrategy", "wrap_model", lambda _self, model, _options: model),
     ],
 )
 def test_a_broken_backend_fails_the_self_check(pair, part, name, broken):

@@ -15,12 +15,12 @@ from accel_runtime.environment.settings import Parallel, Settings
 from accel_runtime.environment.topology import Topology
 from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 from accel_runtime.parallel import choose_strategy
-from accel_runtime.parallel.replicated import Replicated
+from accel_runtime.parallel.ddp import DDPStrategy
 
 
 def build_local_strategy(device="cpu"):
     """Return the strategy of one process that is connected to nothing."""
-    return Replicated(Single(Topology(), DeviceRuntime(torch.device(device))))
+    return DDPStrategy(Single(Topology(), DeviceRuntime(torch.device(device))))
 
 
 def connect_strategy(sizes=None):

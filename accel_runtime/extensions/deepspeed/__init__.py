@@ -20,12 +20,14 @@ def choose_strategy(backend: Backend, settings: Settings, config: DeepSpeedConfi
         SettingsError: The options contradict each other, or the JSON file has keys that are not supported.
         RuntimeError: deepspeed is not installed, or does not run here.
     """
-    from accel_runtime.extensions.deepspeed.replicated import ReplicatedWithClipping  # noqa: PLC0415
     from accel_runtime.extensions.deepspeed.settings import DeepSpeed, read_deepspeed_config  # noqa: PLC0415 - as in the other strategies
+    from accel_runtime.extensions.deepspeed.stage_0 import DDPWithClipping  # noqa: PLC0415
 
     config = config or read_deepspeed_config(DeepSpeed.of(settings))
     if not config.stage:
-        return ReplicatedWithClipping(backend, config)
-    from accel_runtime.extensions.deepspeed.strategy import Zero  # noqa: PLC0415 - needs deepspeed
+        return DDPWithClipping(backend, config)
+    from accel_runtime.extensions.deepspeed.strategy import DeepSpeedStrategy  # noqa: PLC0415 - needs deepspeed
 
-    return Zero(backend, config, settings.mixed_precision, zero3_init=DeepSpeed.of(settings).zero3_init)
+    return DeepSpeedStrategy(
+        backend, config, settings.mixed_precision, zero3_init=DeepSpeed.of(settings).zero3_init
+    )

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_runtime.extensions.deepspeed.fragments import Fragment, FragmentStates
-from accel_runtime.extensions.deepspeed.operators import (
+from accel_runtime.extensions.deepspeed.compiled_operators import (
     check_installation,
     prepare_environment,
     provide_local_rank,
 )
+from accel_runtime.extensions.deepspeed.fragments import Fragment, FragmentStates
 from accel_runtime.extensions.deepspeed.settings import ZERO_3
 
 check_installation()

@@ -390,7 +390,7 @@ class DeepSpeedPlugin(Configuration):
         if not self._is_stage_3:
             yield
             return
-        from accel_runtime.extensions.deepspeed.initialization import set_sharded_loading  # noqa: PLC0415 - needs transformers
+        from accel_runtime.extensions.deepspeed.modules import set_sharded_loading  # noqa: PLC0415 - needs transformers
 
         with set_sharded_loading(enable=enable):
             yield
@@ -413,7 +413,7 @@ class DeepSpeedPlugin(Configuration):
         """
         if not self.transformer_moe_cls_names:
             return
-        from accel_runtime.extensions.deepspeed.initialization import mark_leaf_modules  # noqa: PLC0415 - needs deepspeed
+        from accel_runtime.extensions.deepspeed.modules import mark_leaf_modules  # noqa: PLC0415 - needs deepspeed
 
         mark_leaf_modules(model, [name.strip() for name in self.transformer_moe_cls_names.split(",")])
 

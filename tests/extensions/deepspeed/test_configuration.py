@@ -25,7 +25,7 @@ HONOURED = {
     "train_batch_size": "check_batch_sizes",
     "train_micro_batch_size_per_gpu": "check_batch_sizes",
     "gradient_accumulation_steps": "Accumulation",
-    "gradient_clipping": "Zero.step",
+    "gradient_clipping": "DeepSpeedStrategy.step",
     "steps_per_print": "nothing is printed: the launcher shows progress",
     "zero_allow_untested_optimizer": "refuse_optimizer",
     "fp16": "Precision and LossScale",

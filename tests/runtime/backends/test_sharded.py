@@ -364,7 +364,7 @@ def test_hooks_of_sharded_models_run_as_those_of_replicated_ones(pair):
     for (parameters, ran), (expected, expected_ran) in zip(sharded, replicated, strict=True):
         assert ran.count("tensor [8, 4]") == 4
         assert len({*ran}) == 2 + 3 * 8
-        replicated_ran = sorted(each.replace("ReplicatedModel", "ResidualNet") for each in expected_ran)
+        replicated_ran = sorted(each.replace("DDPModel", "ResidualNet") for each in expected_ran)
         assert {*replicated_ran} == {*ran}
         # A state is read to load one.
         passes, expected_passes = (

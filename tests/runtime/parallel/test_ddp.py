@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
-from accel_runtime.parallel.replicated import ReplicatedModel
+from accel_runtime.parallel.ddp import DDPModel
 
 HALF = {"fp16": 2**-10, "bf16": 2**-7}
 
@@ -264,7 +264,7 @@ def test_copied_and_loaded_models_average_gradients_like_the_prepared_one(pair):
         file.seek(0)
         gradients_of_models = []
         for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            assert isinstance(other, ReplicatedModel)
+            assert isinstance(other, DDPModel)
             other.note = 3
             assert other.module.note == 3
             assert "reducer" not in vars(other.module)

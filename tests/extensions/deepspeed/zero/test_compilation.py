@@ -10,14 +10,14 @@ import pytest
 from support.waits import limit
 
 from accel_cli.errors import AccelError
-from accel_cli.extensions.deepspeed.operators import compile_operators
+from accel_cli.extensions.deepspeed.build_operators import compile_operators
 
 pytest.importorskip(
     "deepspeed.runtime", reason="deepspeed is in an environment of its own: make test-deepspeed"
 )
 
 COMPILE = """
-from accel_runtime.extensions.deepspeed.operators import OperatorError, build_operators, prepare_environment
+from accel_runtime.extensions.deepspeed.compiled_operators import OperatorError, build_operators, prepare_environment
 try:
     build_operators(["CPUAdamBuilder"], prepare_environment("cpu"))
 except OperatorError as error:

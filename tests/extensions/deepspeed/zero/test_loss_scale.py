@@ -32,10 +32,10 @@ def start(layout, file):
 
     from deepspeed.accelerator import get_accelerator
 
-    from accel_runtime.extensions.deepspeed.strategy import Zero
+    from accel_runtime.extensions.deepspeed.strategy import DeepSpeedStrategy
 
     type(get_accelerator()).is_fp16_supported = lambda _: True
-    with mock.patch.object(Zero, "check_options"):
+    with mock.patch.object(DeepSpeedStrategy, "check_options"):
         accelerator = connect(layout, {"deepspeed_config_file": file}, mixed_precision="fp16")
     model = TwoLayerNet()
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -75,14 +75,14 @@ def start(layout, precision, kind, file):
 
     from deepspeed.accelerator import get_accelerator
 
-    from accel_runtime.extensions.deepspeed.strategy import Zero
+    from accel_runtime.extensions.deepspeed.strategy import DeepSpeedStrategy
 
     is_zero, in_fp16 = layout.startswith("stage"), precision == "fp16"
     if in_fp16:
         type(get_accelerator()).is_fp16_supported = lambda _: True
     settings = {"deepspeed_config_file": file} if is_zero and in_fp16 else {}
     handlers = [GradScalerKwargs(init_scale=32.0, growth_interval=7)] if in_fp16 and not is_zero else []
-    with mock.patch.object(Zero, "check_options") if in_fp16 else nullcontext():
+    with mock.patch.object(DeepSpeedStrategy, "check_options") if in_fp16 else nullcontext():
         accelerator = connect(layout, settings, mixed_precision=precision, kwargs_handlers=handlers)
     model = build(kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -16,7 +16,7 @@ from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 
 __all__ = ["compile_operators"]
 
-COMMAND = ("-m", "accel_runtime.extensions.deepspeed.operators")
+COMMAND = ("-m", "accel_runtime.extensions.deepspeed.compiled_operators")
 """Arguments of the interpreter."""
 _EXIT_S = 5
 """Seconds that the compilation has to end after an interrupt."""

@@ -18,7 +18,7 @@ pytest.importorskip(
     "deepspeed.runtime", reason="deepspeed is in an environment of its own: make test-deepspeed"
 )
 
-from accel_runtime.extensions.deepspeed.configured import build_optimizer, build_scheduler
+from accel_runtime.extensions.deepspeed.configured_optimizers import build_optimizer, build_scheduler
 from accel_runtime.extensions.deepspeed.library import SCHEDULERS, hide_warnings
 
 RATE = 0.1

@@ -3,7 +3,7 @@
 deepspeed compiles an operator in the process that first uses it, and torch guards that with a file that a killed process
 leaves behind, for which every later one waits. Here an operator is compiled once on a node, under a lock that ends with its
 process, into a folder of its own for each combination of versions and processors. The module is run by `accel launch` before
-it starts ranks (`python -m accel_runtime.extensions.deepspeed.operators`), and deepspeed is imported only if something is to be compiled.
+it starts ranks (`python -m accel_runtime.extensions.deepspeed.compiled_operators`), and deepspeed is imported only if something is to be compiled.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ import pytest
 from support.waits import wait_until
 
 from accel_cli.errors import AccelError
-from accel_cli.extensions.deepspeed.operators import compile_operators
+from accel_cli.extensions.deepspeed.build_operators import compile_operators
 from accel_cli.launchers.single import Single
 from accel_cli.planning.plan import Plan
 from accel_runtime.extensions.deepspeed import operators
-from accel_runtime.extensions.deepspeed.operators import (
+from accel_runtime.extensions.deepspeed.compiled_operators import (
     OperatorError,
     build_operators,
     check_installation,
@@ -237,7 +237,7 @@ def test_a_launch_without_the_options_starts_no_process(launched, monkeypatch):
 def test_an_end_of_the_launcher_ends_the_compilation(launched, monkeypatch, tmp_path):
     """The signal comes while the launcher waits."""
     monkeypatch.setattr(
-        "accel_cli.extensions.deepspeed.operators.COMMAND",
+        "accel_cli.extensions.deepspeed.build_operators.COMMAND",
         (
             "-c",
             f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)",

@@ -38,8 +38,8 @@ from accel_runtime.parallel.strategy import ForwardPreHook, ModelLayout, Strateg
 from accel_runtime.storage.errors import format_names
 
 __all__ = [
-    "Replicated",
-    "ReplicatedModel",
+    "DDPModel",
+    "DDPStrategy",
     "check_hidden_gradients",
     "sync_in_backward",
     "wrap_in_ddp",
@@ -69,7 +69,7 @@ _UNUSED_PARAMETERS = "Expected to have finished reduction in the prior iteration
 _MAX_NAMES = 6
 
 
-class ReplicatedModel(DistributedDataParallel):
+class DDPModel(DistributedDataParallel):
     """DDP with the attributes, the indexing and the state dict of the script's module.
 
     A name that neither `nn.Module` nor DDP has is read from the script's module, and set there. `state_dict` has the
@@ -86,7 +86,7 @@ class ReplicatedModel(DistributedDataParallel):
     ) -> None:
         super().__init__(module, **options)
         # Not before: it imports torch's compiler, as DDP has done now.
-        ReplicatedModel._rebuild_buckets = staticmethod(without_compilation(rebuild_buckets))
+        DDPModel._rebuild_buckets = staticmethod(without_compilation(rebuild_buckets))
         self._explain_error = explain_error or _keep_error
         self._observe_inputs: ForwardPreHook | None = None
         if hasattr(module, "dim"):
@@ -155,7 +155,7 @@ class ReplicatedModel(DistributedDataParallel):
         if self.require_forward_param_sync and self.modules_buffers and not torch.is_grad_enabled():
             # DDP leaves it to the next training step, whose broadcast of buffers comes after it. An evaluation on the first rank alone
             # would broadcast its buffers while the others, already in that step, sort their buckets.
-            ReplicatedModel._rebuild_buckets(self)
+            DDPModel._rebuild_buckets(self)
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -225,7 +225,7 @@ def _keep_error(error: RuntimeError, _: str) -> RuntimeError:
     return error
 
 
-class _SearchedModel(ReplicatedModel):
+class _SearchedModel(DDPModel):
     """DDP that searches outputs for the parameters they depend on, also in types in which torch finds no tensors.
 
     A class of its own, as torch.compile traces these methods.
@@ -242,7 +242,7 @@ class _SearchedModel(ReplicatedModel):
         return nested.pack_tensors(output)
 
 
-def _add_prefix(module: ReplicatedModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(module: DDPModel, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Add DDP's prefix to the names if another module that contains this one loads its state."""
     names = {f"{prefix}{name}" for name in module.module.state_dict()}
     for name in [name for name in state_dict if name in names]:
@@ -304,7 +304,7 @@ def wrap_in_ddp(
     device: torch.device,
     options: Mapping[str, Any],
     explain_error: Callable[[RuntimeError, str], RuntimeError] | None = None,
-) -> ReplicatedModel:
+) -> DDPModel:
     """Wrap a model with at least one trainable parameter in DDP; `explain_error` is that of a strategy."""
     refuse_max_norm(model, set(model.parameters()))
     sparse = [name for name, buffer in model.named_buffers() if buffer.layout is not torch.strided]
@@ -319,7 +319,7 @@ def wrap_in_ddp(
     for parameter in _find_sparse(model):
         parameter.register_hook(_copy_gradient)  # type: ignore[no-untyped-call]
     is_searched = ddp_options.get("find_unused_parameters") or ddp_options.get("static_graph")
-    kind_of_model = _SearchedModel if is_searched else ReplicatedModel
+    kind_of_model = _SearchedModel if is_searched else DDPModel
     device_ids = None if device.index is None else [device.index]
     prepared = kind_of_model(model, explain_error, device_ids=device_ids, **ddp_options)
     kind = options.get("comm_hook", DDPCommunicationHookType.NO)
@@ -359,7 +359,7 @@ def sync_in_backward(model: DistributedDataParallel) -> Iterator[None]:
         model.require_backward_grad_sync, model.require_forward_param_sync = before
 
 
-class Replicated(Strategy):
+class DDPStrategy(Strategy):
     """Every rank has all parameters; DDP averages the gradients of several."""
 
     @override
@@ -377,7 +377,7 @@ class Replicated(Strategy):
 
     @override
     def observe_inputs(self, model: nn.Module, observe: ForwardPreHook) -> None:
-        if isinstance(model, ReplicatedModel):
+        if isinstance(model, DDPModel):
             model.observe_inputs(observe)
         else:
             super().observe_inputs(model, observe)

@@ -13,13 +13,13 @@ from typing_extensions import override
 from accel_runtime.backends.base import Backend
 from accel_runtime.extensions.deepspeed.configuration import check_batch_sizes, describe_configuration
 from accel_runtime.extensions.deepspeed.settings import DeepSpeedConfig
-from accel_runtime.parallel.replicated import Replicated
+from accel_runtime.parallel.ddp import DDPStrategy
 from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 
-__all__ = ["ReplicatedWithClipping"]
+__all__ = ["DDPWithClipping"]
 
 
-class ReplicatedWithClipping(Replicated):
+class DDPWithClipping(DDPStrategy):
     """DDP whose optimizers clip their gradients before each step.
 
     ZeRO stage 0 shards nothing. DeepSpeed's own engine is not used for it: it scales fp16 gradients of torch's optimizers by a loss
@@ -54,14 +54,14 @@ class ReplicatedWithClipping(Replicated):
         schedulers: Sequence[LRScheduler] = (),
     ) -> list[nn.Module]:
         if self._config.get("optimizer.type") or self._config.get("scheduler.type"):
-            from accel_runtime.extensions.deepspeed.configured import refuse_unconfigured  # noqa: PLC0415 - needs deepspeed
+            from accel_runtime.extensions.deepspeed.configured_optimizers import refuse_unconfigured  # noqa: PLC0415 - needs deepspeed
 
             refuse_unconfigured(optimizers, schedulers, self._config)
         return super().prepare(models, optimizers, schedulers)
 
     @override
     def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
-        from accel_runtime.extensions.deepspeed.configured import build_configured  # noqa: PLC0415 - needs deepspeed
+        from accel_runtime.extensions.deepspeed.configured_optimizers import build_configured  # noqa: PLC0415 - needs deepspeed
 
         return build_configured(placeholders, self._config, num_batches, self._filled)
 
