@@ -108,7 +108,7 @@ class Run:
         mixed_precision, scaler = options.settings.mixed_precision, None
         if FORMATS[mixed_precision].scales_loss and not strategy.scales_losses:
             kwargs = options.get_kwargs(GradScalerKwargs)
-            scaler = LossScaler(backend.device.type, strategy.unscale_gradients, **kwargs)
+            scaler = LossScaler(backend.device.type, strategy.gradients.unscale, **kwargs)
         precision = Precision(mixed_precision, backend.device, options.get_kwargs(AutocastKwargs), scaler)
         gradients = Gradients(accumulation, precision, strategy, prepared.models, prepared.optimizers)
         loops = ActiveLoops(

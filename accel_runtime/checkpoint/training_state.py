@@ -336,7 +336,7 @@ def capture_accumulation(
     names = gradients.parameter_names()
     # A cycle is common to all optimizers, and the first that steps ends it.
     unused = gradients.list_unused() if accumulation.is_new_cycle else names.keys()
-    visible = {} if gradients.are_kept else names
+    visible = names if gradients.in_parameters else {}
     present = {name: p.grad for p, name in visible.items() if p in unused and p.grad is not None}
     return AccumulationState(
         cycle=accumulation.capture_cycle(),
@@ -364,7 +364,7 @@ def restore_accumulation(state: AccumulationState, accumulation: Accumulation, g
         reduced, local = _separate_unreduced(state, name, sharded=is_sharded(parameter))
         if local is not None:
             unsynced[parameter] = local
-        if gradients.are_kept:
+        if not gradients.in_parameters:
             if reduced is not None:
                 unsynced[parameter] = _to_dense(reduced)
         elif reduced is None:

@@ -52,7 +52,7 @@ from accel_runtime.parallel.fsdp_units import (
     refuse_gradient_hooks,
     shard_model,
 )
-from accel_runtime.parallel.strategy import ModelLayout, Strategy
+from accel_runtime.parallel.strategy import GradientAccess, ModelLayout, Strategy
 from accel_runtime.parallel.tensor_parallel import (
     apply_tensor_parallel,
     check_replicated_gradients,
@@ -86,6 +86,7 @@ class FullyShardStrategy(Strategy):
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         super().__init__(backend)
+        self.gradients = UnitGradients()
         topology, device = backend.topology, backend.device
         check_collective_backend(backend.collective_backend, device, topology.world_size)
         sizes = MeshSizes.of(settings.parallel, topology.world_size)
@@ -252,22 +253,26 @@ class FullyShardStrategy(Strategy):
             check_replicated_gradients(models, self.mesh.tp)
 
     @override
-    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
-        return read_unsynced_gradients(models)
-
-    @override
-    def restore_local_gradients(
-        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
-        restore_unsynced_gradients(models, gradients)
-
-    @override
     def _set_sync(self, model: nn.Module, *, wanted: bool) -> AbstractContextManager[None]:
         # The script may have compiled the model since.
         original = unwrap_module(model)
         syncs = (sync for key, sync in self._gradient_syncs.items() if unwrap_module(key) is original)
         sync = next(syncs, None)
         return nullcontext() if sync is None else sync.set(wanted=wanted)
+
+
+class UnitGradients(GradientAccess):
+    """Gradients of `fully_shard`, whose units have those that are not combined yet."""
+
+    @override
+    def read_local(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+        return read_unsynced_gradients(models)
+
+    @override
+    def restore_local(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        restore_unsynced_gradients(models, gradients)
 
 
 class ParameterMap:

@@ -22,6 +22,7 @@ from accel_runtime.observe.call_sites import call_site
 
 __all__ = [
     "ForwardPreHook",
+    "GradientAccess",
     "GradientVersions",
     "ModelLayout",
     "ModelRequest",
@@ -96,18 +97,81 @@ class StateView:
         """Apply changes of the tensors and of the options of optimizers to the run; collective."""
 
 
+class GradientAccess:
+    """Read and change the gradients of prepared models.
+
+    By default they are in `parameter.grad`, also as DTensors, whose norms and overflows are combined over the ranks. An engine
+    that keeps gradients to itself implements all members.
+    """
+
+    in_parameters = True
+    """Gradients are in `parameter.grad` once they are combined; if False, `read_local` returns all of them."""
+
+    def finish(self) -> None:
+        """Combine what the backward passes of an accumulation cycle have left over; collective.
+
+        Called at the end of a cycle before gradients are read or scaled. Further calls in the same cycle do nothing, as
+        do all calls if backward passes combine gradients.
+        """
+
+    def read_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
+        """Return a value for each gradient that changes whenever it is written or replaced; None without a gradient."""
+        gradients = [parameter.grad for parameter in parameters]
+        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
+
+    def scale(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply gradients by a factor (`[]`) in place; the parameters are of one model and one optimizer."""
+        scale_any(parameters, factor)
+
+    def read_local(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:  # noqa: ARG002
+        """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""
+        return {}
+
+    def restore_local(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        """Restore the result of `read_local`."""
+
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        """Scale gradients so that their norm over all ranks is at most `max_norm`, and return the norm before: `[]`."""
+        parameters = list(parameters)
+        total: torch.Tensor = _gradient_functions(parameters).clip_grad_norm_(
+            parameters, max_norm, norm_type=norm_type
+        )
+        return total
+
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp gradients to `[-clip_value, clip_value]`."""
+        parameters = list(parameters)
+        _gradient_functions(parameters).clip_grad_value_(parameters, clip_value)
+
+    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of the gradients as they are now: `[]`; over all ranks if they are sharded, else those of this rank."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm: torch.Tensor = _gradient_functions(parameters).get_total_norm(gradients, norm_type)
+        return norm
+
+    def unscale(self, optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
+        """Unscale the gradients of an optimizer by torch's function; return by device whether there was an overflow.
+
+        That is the result of all ranks: sharded gradients are combined, and replicated ones were averaged before.
+        """
+        return unscale_any(optimizer, unscale)
+
+
 class Strategy:
     """Place models on the ranks, combine their gradients, and step their optimizers.
 
     `training` calls it: which micro-batch completes an accumulation cycle, how losses are weighted and if a format needs loss
     scaling is decided there. The members here are those in which DDP, `fully_shard`, XLA and engines of libraries differ. The
-    defaults are right for one process and for DDP, and those about gradients also for parameters that are DTensors, whose
-    norms and overflows are combined over the ranks.
+    defaults are right for one process and for DDP.
 
     A new strategy is a class in a module of this package and a line in `choose_strategy`, or an extension and a line in its
     table. It implements `prepare`, or `move_model`, `wrap_model` and `prepare_optimizer`, which the default calls;
-    tests/runtime/parallel/test_strategy_contract.py holds what all of them do. An engine that keeps gradients to itself implements
-    all members under "Gradients" too, since the defaults read `parameter.grad`.
+    tests/runtime/parallel/test_strategy_contract.py holds what all of them do. An engine that keeps gradients to itself sets
+    `gradients` to a `GradientAccess` of its own.
 
     Args:
         backend: Connects this process to the other ranks and to its device.
@@ -119,15 +183,14 @@ class Strategy:
     scales_losses = False
     """Losses are scaled here in fp16, so that `training` has no loss scaler."""
 
-    keeps_gradients = False
-    """Gradients are not in `parameter.grad`, also those that are combined: `read_local_gradients` returns all of them."""
-
     mesh: ProcessMesh | None = None
     """The device mesh of the processes, if models are sharded."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         """Ranks and device."""
+        self.gradients = GradientAccess()
+        """The gradients of prepared models."""
         self._has_warned_of_join = False
 
     @property
@@ -285,63 +348,6 @@ class Strategy:
         """Return an error that says what a user can do about `error`, or which rank causes it; else `error`."""
         return self.backend.explain_error(error, operation)
 
-    # Gradients -------------------------------------------------------------------------
-
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most `max_norm`, and return the norm before: `[]`."""
-        parameters = list(parameters)
-        total: torch.Tensor = _gradient_functions(parameters).clip_grad_norm_(
-            parameters, max_norm, norm_type=norm_type
-        )
-        return total
-
-    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp gradients to `[-clip_value, clip_value]`."""
-        parameters = list(parameters)
-        _gradient_functions(parameters).clip_grad_value_(parameters, clip_value)
-
-    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the gradients as they are now: `[]`; over all ranks if they are sharded, else those of this rank."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm: torch.Tensor = _gradient_functions(parameters).get_total_norm(gradients, norm_type)
-        return norm
-
-    def unscale_gradients(
-        self, optimizer: torch.optim.Optimizer, unscale: Unscale
-    ) -> dict[torch.device, torch.Tensor]:
-        """Unscale the gradients of an optimizer by torch's function; return by device whether there was an overflow.
-
-        That is the result of all ranks: sharded gradients are combined, and replicated ones were averaged before.
-        """
-        return unscale_any(optimizer, unscale)
-
-    def finish_gradients(self) -> None:
-        """Combine what the backward passes of an accumulation cycle have left over; collective.
-
-        Called at the end of a cycle before gradients are read or scaled. Further calls in the same cycle do nothing, as
-        do all calls of the strategies here: it is for engines that keep gradients to themselves.
-        """
-
-    def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
-        """Return a value for each gradient that changes whenever it is written or replaced; None without a gradient."""
-        gradients = [parameter.grad for parameter in parameters]
-        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in gradients]
-
-    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by a factor (`[]`) in place; the parameters are of one model and one optimizer."""
-        scale_any(parameters, factor)
-
-    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:  # noqa: ARG002
-        """Return the gradients of earlier backward passes that are not in `parameter.grad`, as they are not combined yet."""
-        return {}
-
-    def restore_local_gradients(
-        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
-        """Restore the result of `read_local_gradients`."""
-
     # Steps -----------------------------------------------------------------------------
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
@@ -405,7 +411,7 @@ class Strategy:
 
 
 def scale_any(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply gradients by a factor (`[]`) in place, also if some are sharded; see `Strategy.scale_gradients`."""
+    """Multiply gradients by a factor (`[]`) in place, also if some are sharded; see `GradientAccess.scale`."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for parameter in parameters:
@@ -417,7 +423,7 @@ def scale_any(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
 
 
 def unscale_any(optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
-    """Unscale the gradients of an optimizer, also if some are sharded; see `Strategy.unscale_gradients`."""
+    """Unscale the gradients of an optimizer, also if some are sharded; see `GradientAccess.unscale`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not has_dtensor(parameters):
         return unscale(optimizer)

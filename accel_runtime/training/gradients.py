@@ -14,7 +14,7 @@ from torch import nn
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.parallel.dtensor import list_gathered, map_shard
-from accel_runtime.parallel.strategy import GradientVersions, Strategy
+from accel_runtime.parallel.strategy import GradientAccess, GradientVersions, Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision
@@ -33,9 +33,9 @@ __all__ = [
 class ParameterGroup:
     """Parameters of the same model and optimizer, and the weights in their gradients."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], strategy: Strategy) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], access: GradientAccess) -> None:
         self.parameters = parameters
-        self._strategy = strategy
+        self._access = access
         self.pending: torch.Tensor | None = None
         """Weights of this rank in gradients that are not divided yet; `[]`."""
         self.total: torch.Tensor | None = None
@@ -51,7 +51,7 @@ class ParameterGroup:
         if self._versions() != self._recorded:
             self.pending = self.total = None
         if self.total is not None:
-            self._strategy.scale_gradients(self.parameters, self.total / unit)
+            self._access.scale(self.parameters, self.total / unit)
         self._recorded = self._versions()
 
     def end_backward(self, weight: torch.Tensor, *, synchronized: bool) -> None:
@@ -69,7 +69,7 @@ class ParameterGroup:
         self.total = reduced if self.total is None else self.total + reduced
         self.pending = None
         # Without an item on any rank, the gradients are zeros and remain zeros.
-        self._strategy.scale_gradients(self.parameters, torch.where(self.total > 0, unit / self.total, 0.0))
+        self._access.scale(self.parameters, torch.where(self.total > 0, unit / self.total, 0.0))
         self._recorded = self._versions()
 
     def set_weights(self, pending: torch.Tensor | None, total: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ class ParameterGroup:
         return all(version is None for version in self._versions())
 
     def _versions(self) -> GradientVersions:
-        return self._strategy.read_gradient_versions(self.parameters)
+        return self._access.read_versions(self.parameters)
 
 
 class LossWeights:
@@ -104,7 +104,7 @@ class LossWeights:
     """
 
     def __init__(self, strategy: Strategy, accumulation: Accumulation) -> None:
-        self._strategy, self._backend = strategy, strategy.backend
+        self._access, self._backend = strategy.gradients, strategy.backend
         self._accumulation = accumulation
         self.unit: torch.Tensor | None = None
         """Common divisor of all weights inside backward passes, set by the first; `[]`."""
@@ -140,7 +140,7 @@ class LossWeights:
             group.end_backward(weight.amount, synchronized=finish_sum is not None)
         if finish_sum is None:
             return
-        self._strategy.finish_gradients()
+        self._access.finish()
         *sums, weight_sum = finish_sum().unbind()
         for group, pending, reduced in zip(groups, pending_before, sums, strict=True):
             if group.has_weights:
@@ -223,7 +223,7 @@ def zero_loss(reachable: Callable[[], Iterable[torch.Tensor]], weight: LossWeigh
 def group_parameters(
     models: Sequence[nn.Module],
     optimizers: Sequence[PreparedOptimizer],
-    strategy: Strategy,
+    access: GradientAccess,
 ) -> list[ParameterGroup]:
     """Return the parameters of models and optimizers, grouped by model and optimizer, each once."""
     owners: dict[nn.Parameter, list[int | None]] = {}
@@ -236,7 +236,7 @@ def group_parameters(
     members: dict[tuple[int | None, ...], list[nn.Parameter]] = {}
     for parameter, owner in owners.items():
         members.setdefault(tuple(owner), []).append(parameter)
-    return [ParameterGroup(parameters, strategy) for parameters in members.values()]
+    return [ParameterGroup(parameters, access) for parameters in members.values()]
 
 
 def name_parameters(
@@ -291,7 +291,7 @@ class Gradients:
     ) -> None:
         self._accumulation = accumulation
         self._precision = precision
-        self._strategy = strategy
+        self._strategy, self._access = strategy, strategy.gradients
         self.weights = LossWeights(strategy, accumulation)
         """Weights of losses that have one."""
         self._models = models
@@ -388,7 +388,7 @@ class Gradients:
         models, optimizers = self._models, self._optimizers
         key = len(models), *(len(optimizer.param_groups) for optimizer in optimizers)
         if key != self._group_key:
-            self._groups = group_parameters(models, optimizers, self._strategy)
+            self._groups = group_parameters(models, optimizers, self._access)
             self._group_key = key
         return self._groups
 
@@ -408,21 +408,21 @@ class Gradients:
             optimizer.restore_use(used=not is_unused)
 
     @property
-    def are_kept(self) -> bool:
-        """Return whether gradients are not in `parameter.grad`; see `Strategy.keeps_gradients`."""
-        return self._strategy.keeps_gradients
+    def in_parameters(self) -> bool:
+        """Return whether gradients are in `parameter.grad`; see `GradientAccess.in_parameters`."""
+        return self._access.in_parameters
 
     def read_shape(self, parameter: nn.Parameter) -> list[int]:
         """Return the shape of a parameter, also if this rank has only a shard of it."""
         return list(self._strategy.read_shape(parameter))
 
     def read_unsynced(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the gradients that are not combined over the ranks yet; see `Strategy.read_local_gradients`."""
-        return self._strategy.read_local_gradients(self._models)
+        """Return the gradients that are not combined over the ranks yet; see `GradientAccess.read_local`."""
+        return self._access.read_local(self._models)
 
     def restore_unsynced(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Restore the result of `read_unsynced`."""
-        self._strategy.restore_local_gradients(self._models, gradients)
+        self._access.restore_local(self._models, gradients)
 
     def parameter_names(self) -> dict[nn.Parameter, str]:
         """Return every prepared parameter with its name in a checkpoint."""
@@ -433,13 +433,13 @@ class Gradients:
         """Unscale all gradients and clip some, if the cycle is complete; otherwise only return the norm."""
         tensors = self._list_current(parameters)
         if not self._accumulation.synced:
-            norm = self._strategy.compute_norm(tensors, norm_type)
+            norm = self._access.compute_norm(tensors, norm_type)
             return norm / self._precision.scale(torch.ones_like(norm))
-        self._strategy.finish_gradients()
+        self._access.finish()
         kept = self._list_weighted()
         self._unscale(self._optimizers)
         if tensors:
-            norm = self._strategy.clip_norm(tensors, max_norm, norm_type)
+            norm = self._access.clip_norm(tensors, max_norm, norm_type)
         else:  # torch itself warns of an exhausted generator
             norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self._keep_weights(kept)
@@ -448,10 +448,10 @@ class Gradients:
     def clip_value(self, parameters: _Parameters, clip_value: float) -> None:
         """Unscale all gradients and clamp some, if the cycle is complete."""
         if self._accumulation.synced:
-            self._strategy.finish_gradients()
+            self._access.finish()
             kept = self._list_weighted()
             self._unscale(self._optimizers)
-            self._strategy.clip_value(self._list_current(parameters), clip_value)
+            self._access.clip_value(self._list_current(parameters), clip_value)
             self._keep_weights(kept)
 
     def _list_current(self, parameters: _Parameters) -> list[torch.Tensor]:

@@ -145,7 +145,7 @@ class PreparedOptimizer(torch.optim.Optimizer, PreparedObject):  # type: ignore[
             self._progress.count_step(self.optimizer)
         if self._scaler is not None:
             if strategy is not None:
-                strategy.finish_gradients()
+                strategy.gradients.finish()
             self.step_was_skipped = not self._scaler.step_unless_overflowed(self.optimizer)
             return None
         if strategy is None:

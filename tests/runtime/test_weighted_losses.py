@@ -332,7 +332,7 @@ def test_a_weight_on_the_device_is_selected_without_reading_its_value():
     model, accumulation = build_model(), Accumulation(3)
     strategy = connect_strategy()
     weights = LossWeights(strategy, accumulation)
-    groups = group_parameters([model], [], strategy)
+    groups = group_parameters([model], [], strategy.gradients)
     batches = [build_text(0, [3, 4]), build_text(1, [0, 0]), build_text(2, [9, 1])]
     for batch in batches:
         accumulation.advance(is_last=False)

@@ -212,6 +212,8 @@ class ShardedOptimizer:
     def __init__(self, engine: Any, stage: int) -> None:
         self._zero: Any = engine.optimizer
         self._engine = engine  # keeps what the hooks of the module use
+        self.stage = stage
+        """The ZeRO stage."""
         self._shards_gradients, self._shards_parameters = stage > 1, stage == ZERO_3
         vars(self._zero.optimizer)["add_param_group"] = _refuse_group
         self.fragments = self._list_fragments()

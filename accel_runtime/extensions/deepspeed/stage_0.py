@@ -71,5 +71,5 @@ class DDPWithClipping(DDPStrategy):
     ) -> float | None:
         if self._max_norm and closure is None:
             parameters = [p for group in self.list_parameter_groups(optimizer) for p in group]
-            self.clip_norm(parameters, self._max_norm, 2.0)
+            self.gradients.clip_norm(parameters, self._max_norm, 2.0)
         return super().step(optimizer, closure)

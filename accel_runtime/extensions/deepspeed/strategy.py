@@ -55,6 +55,7 @@ from accel_runtime.parallel.fully_shard import (
     build_buffer_broadcast,
 )
 from accel_runtime.parallel.strategy import (
+    GradientAccess,
     GradientVersions,
     ModelLayout,
     ModelRequest,
@@ -73,6 +74,123 @@ __all__ = [
 ]
 
 
+class EngineGradients(GradientAccess):
+    """Gradients that are in the buffers of deepspeed's optimizers.
+
+    Args:
+        backend: Ranks and device.
+        engines: The engines by their optimizers; updated by the strategy.
+        loss_scale: The scale of fp16 losses; None without one.
+    """
+
+    in_parameters = False
+
+    def __init__(
+        self, backend: Backend, engines: Mapping[torch.optim.Optimizer, Engine], loss_scale: LossScale | None
+    ) -> None:
+        self._backend, self._engines, self._scale = backend, engines, loss_scale
+
+    @override
+    def clip_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
+    ) -> torch.Tensor:
+        parameters = list(parameters)
+        self.finish()
+        norm = self.compute_norm(parameters, norm_type)
+        for engine in self._find_engines(parameters, "clip_grad_norm_()"):
+            engine.clip(max_norm, norm)
+        return norm
+
+    @override
+    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        raise ValueError(
+            "clip_grad_value_() is not supported with ZeRO, which has no gradients that can be clamped. Use clip_grad_norm_()."
+        )
+
+    @override
+    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        if norm_type != 2:  # noqa: PLR2004 - the norm of deepspeed
+            raise ValueError(
+                f"Invalid norm_type {norm_type}: ZeRO computes the norm of type 2 only. Leave it out."
+            )
+        engines = self._find_engines(parameters, "The norm of gradients")
+        norms = [engine.compute_norm().to(self._backend.device) for engine in engines]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return norm if self._scale is None else norm / self._scale.value
+
+    def _find_engines(self, parameters: Iterable[torch.Tensor], operation: str) -> list[Engine]:
+        """Return the engines of some parameters; raise ValueError if they are only a part of an engine's."""
+        wanted = {parameter for parameter in parameters if parameter.requires_grad}
+        engines = [engine for engine in self._engines.values() if not wanted.isdisjoint(engine.parameters)]
+        for engine in engines:
+            if missing := len(set(engine.trained) - wanted):
+                raise ValueError(
+                    f"{operation} needs all parameters of {type(engine.optimizer).__name__} with ZeRO, and {missing} of "
+                    f"{len(engine.trained)} are missing. Pass model.parameters()."
+                )
+        return engines
+
+    @override
+    def unscale(self, optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
+        raise AssertionError  # `scales_losses`: there is no scaler of torch
+
+    @override
+    def finish(self) -> None:
+        for engine in self._engines.values():
+            engine.complete()
+
+    @override
+    def read_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
+        versions: dict[nn.Parameter, int] = {}
+        for engine in self._engines.values():
+            versions |= engine.versions
+        return [(1, versions[parameter]) if parameter in versions else None for parameter in parameters]
+
+    @override
+    def scale(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+        for engine in self._engines.values():
+            if own := [parameter for parameter in parameters if parameter in engine.parameters]:
+                engine.scale_gradients(own, factor)
+
+    @override
+    def read_local(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
+        gradients: dict[nn.Parameter, torch.Tensor] = {}
+        for engine in self._engines.values():
+            if engine.sharded.stage == 1:
+                gradients |= {p: p.grad for p in engine.trained if p.grad is not None}
+            elif engine.has_gradients:
+                parts = engine.sharded.list_gradients()
+                for parameter, full in gather_full(engine.trained, parts, self._backend.device):
+                    if parameter in engine.versions:
+                        gradients[parameter] = full.clone()
+        return gradients
+
+    @override
+    def restore_local(
+        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
+        for engine in self._engines.values():
+            engine.clear_gradients()
+            own = [parameter for parameter in engine.trained if parameter in gradients]
+            if not own:
+                continue
+            engine.restore_cycle(own)
+            if engine.sharded.stage == 1:
+                for parameter in own:
+                    parameter.grad = torch.empty_like(parameter).copy_(gradients[parameter])
+                continue
+            fragments = defaultdict(list)
+            for fragment, part in engine.sharded.list_gradients():
+                fragments[fragment.parameter].append((fragment, part))
+            for parameter in own:
+                # Those of a checkpoint of DDP are not averaged yet.
+                mean = gradients[parameter].to(self._backend.device, torch.float32, copy=True)
+                dist.all_reduce(mean)
+                mean = mean.div_(self._backend.topology.world_size).reshape(-1)
+                for fragment, part in fragments[parameter]:
+                    part.copy_(mean.narrow(0, fragment.offset, fragment.length))
+
+
 class DeepSpeedStrategy(Strategy):
     """Optimizer states are sharded over the ranks, in stage 2 gradients too, in stage 3 parameters too.
 
@@ -88,7 +206,6 @@ class DeepSpeedStrategy(Strategy):
 
     shards_models = True
     scales_losses = True
-    keeps_gradients = True
 
     def __init__(
         self,
@@ -116,6 +233,7 @@ class DeepSpeedStrategy(Strategy):
         """Engines of deepspeed that only partition models without an optimizer."""
         self._originals = Originals(backend)
         self._scale = LossScale(config) if mixed_precision == "fp16" else None
+        self.gradients = EngineGradients(backend, self._engines, self._scale)
         self._max_norm = float(config.get("gradient_clipping", 0.0))
         self._loading: ShardedLoading | None = None
         if zero3_init and self._stage == ZERO_3:
@@ -348,110 +466,6 @@ class DeepSpeedStrategy(Strategy):
             super().backward(loss, options)
         for engine in engines:
             engine.end_backward()
-
-    # Gradients -------------------------------------------------------------------------
-
-    @override
-    def clip_norm(
-        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
-        parameters = list(parameters)
-        self.finish_gradients()
-        norm = self.compute_norm(parameters, norm_type)
-        for engine in self._find_engines(parameters, "clip_grad_norm_()"):
-            engine.clip(max_norm, norm)
-        return norm
-
-    @override
-    def clip_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        raise ValueError(
-            "clip_grad_value_() is not supported with ZeRO, which has no gradients that can be clamped. Use clip_grad_norm_()."
-        )
-
-    @override
-    def compute_norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        if norm_type != 2:  # noqa: PLR2004 - the norm of deepspeed
-            raise ValueError(
-                f"Invalid norm_type {norm_type}: ZeRO computes the norm of type 2 only. Leave it out."
-            )
-        engines = self._find_engines(parameters, "The norm of gradients")
-        norms = [engine.compute_norm().to(self.backend.device) for engine in engines]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        return norm if self._scale is None else norm / self._scale.value
-
-    def _find_engines(self, parameters: Iterable[torch.Tensor], operation: str) -> list[Engine]:
-        """Return the engines of some parameters; raise ValueError if they are only a part of an engine's."""
-        wanted = {parameter for parameter in parameters if parameter.requires_grad}
-        engines = [engine for engine in self._engines.values() if not wanted.isdisjoint(engine.parameters)]
-        for engine in engines:
-            if missing := len(set(engine.trained) - wanted):
-                raise ValueError(
-                    f"{operation} needs all parameters of {type(engine.optimizer).__name__} with ZeRO, and {missing} of "
-                    f"{len(engine.trained)} are missing. Pass model.parameters()."
-                )
-        return engines
-
-    @override
-    def unscale_gradients(
-        self, optimizer: torch.optim.Optimizer, unscale: Unscale
-    ) -> dict[torch.device, torch.Tensor]:
-        raise AssertionError  # `scales_losses`: there is no scaler of torch
-
-    @override
-    def finish_gradients(self) -> None:
-        for engine in self._engines.values():
-            engine.complete()
-
-    @override
-    def read_gradient_versions(self, parameters: Sequence[nn.Parameter]) -> GradientVersions:
-        versions: dict[nn.Parameter, int] = {}
-        for engine in self._engines.values():
-            versions |= engine.versions
-        return [(1, versions[parameter]) if parameter in versions else None for parameter in parameters]
-
-    @override
-    def scale_gradients(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-        for engine in self._engines.values():
-            if own := [parameter for parameter in parameters if parameter in engine.parameters]:
-                engine.scale_gradients(own, factor)
-
-    @override
-    def read_local_gradients(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:
-        gradients: dict[nn.Parameter, torch.Tensor] = {}
-        for engine in self._engines.values():
-            if self._stage == 1:
-                gradients |= {p: p.grad for p in engine.trained if p.grad is not None}
-            elif engine.has_gradients:
-                parts = engine.sharded.list_gradients()
-                for parameter, full in gather_full(engine.trained, parts, self.backend.device):
-                    if parameter in engine.versions:
-                        gradients[parameter] = full.clone()
-        return gradients
-
-    @override
-    def restore_local_gradients(
-        self, models: Sequence[nn.Module], gradients: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
-        for engine in self._engines.values():
-            engine.clear_gradients()
-            own = [parameter for parameter in engine.trained if parameter in gradients]
-            if not own:
-                continue
-            engine.restore_cycle(own)
-            if self._stage == 1:
-                for parameter in own:
-                    parameter.grad = torch.empty_like(parameter).copy_(gradients[parameter])
-                continue
-            fragments = defaultdict(list)
-            for fragment, part in engine.sharded.list_gradients():
-                fragments[fragment.parameter].append((fragment, part))
-            for parameter in own:
-                # Those of a checkpoint of DDP are not averaged yet.
-                mean = gradients[parameter].to(self.backend.device, torch.float32, copy=True)
-                dist.all_reduce(mean)
-                mean = mean.div_(self.backend.topology.world_size).reshape(-1)
-                for fragment, part in fragments[parameter]:
-                    part.copy_(mean.narrow(0, fragment.offset, fragment.length))
 
     # Steps -----------------------------------------------------------------------------
 

@@ -165,10 +165,10 @@ def test_clipping_uses_the_norm_of_the_gradients_of_one_process(ranks, sizes):
         strategy, model, optimizer, rows = prepare(sizes)
         run_backward(strategy, model, rows)
         parameters = list(model.parameters())
-        strategy.finish_gradients()
-        before = strategy.compute_norm(parameters, 2.0)
-        clipped = strategy.clip_norm(parameters, 0.1, 2.0)
-        after = strategy.compute_norm(parameters, 2.0)
+        strategy.gradients.finish()
+        before = strategy.gradients.compute_norm(parameters, 2.0)
+        clipped = strategy.gradients.clip_norm(parameters, 0.1, 2.0)
+        after = strategy.gradients.compute_norm(parameters, 2.0)
         strategy.step(optimizer)
         strategy.synchronize()
         return [float(norm) for norm in (before, clipped, after)], full_parameters(strategy, model)
@@ -185,12 +185,12 @@ def test_values_are_clamped_on_every_rank_or_refused(ranks, sizes):
         strategy, model, _, rows = prepare(sizes)
         run_backward(strategy, model, rows)
         try:
-            strategy.clip_value(list(model.parameters()), 0.01)
+            strategy.gradients.clip_value(list(model.parameters()), 0.01)
         except ValueError as error:
             assert "clip_grad_norm_" in str(error)
             return 0.01
         strategy.synchronize()
-        return float(strategy.compute_norm(list(model.parameters()), float("inf")))
+        return float(strategy.gradients.compute_norm(list(model.parameters()), float("inf")))
 
     assert ranks.run(clamp, sizes) == [pytest.approx(0.01)] * ranks.size
 
@@ -199,12 +199,12 @@ def test_scaled_gradients_change_the_step_and_finishing_them_again_does_not(rank
     def train(sizes):
         strategy, model, optimizer, rows = prepare(sizes)
         run_backward(strategy, model, rows)
-        strategy.finish_gradients()
+        strategy.gradients.finish()
         groups = strategy.list_parameter_groups(optimizer)
         assert {*groups[0]} == {*model.parameters()}
         factor = torch.tensor(0.5, device=strategy.backend.device)
-        strategy.scale_gradients(groups[0], factor)
-        strategy.finish_gradients()
+        strategy.gradients.scale(groups[0], factor)
+        strategy.gradients.finish()
         strategy.step(optimizer)
         strategy.synchronize()
         return full_parameters(strategy, model)
@@ -221,12 +221,12 @@ def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, s
         strategy, model, optimizer, rows = prepare(sizes)
         with strategy.no_sync(model):
             run_backward(strategy, model, rows)
-        hidden = {p: g.clone() for p, g in strategy.read_local_gradients([model]).items()}
+        hidden = {p: g.clone() for p, g in strategy.gradients.read_local([model]).items()}
         visible = {p: p.grad.clone() for p in model.parameters() if p.grad is not None}
         assert {*hidden, *visible} == set(model.parameters())
         strategy.zero_grad(optimizer, set_to_none=True)
-        strategy.restore_local_gradients([model], {p: torch.zeros_like(g) for p, g in hidden.items()})
-        strategy.restore_local_gradients([model], hidden)
+        strategy.gradients.restore_local([model], {p: torch.zeros_like(g) for p, g in hidden.items()})
+        strategy.gradients.restore_local([model], hidden)
         for parameter, gradient in visible.items():
             parameter.grad = gradient
         run_backward(strategy, model, rows)
