@@ -119,7 +119,7 @@ class Description:
     device: Mapping[str, str]
     """Properties reported by the runtime of the device, by title."""
     strategy: Mapping[str, OptionFacts] = field(default_factory=dict)
-    """Options of the strategy, such as those in DeepSpeed's JSON file, by path; values that were `auto` are filled in."""
+    """Options of the strategy, such as those in a file of an engine, by path; values that were `auto` are filled in."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the description as plain dicts, lists, numbers and text."""

@@ -353,7 +353,7 @@ class RunOptions:
     def read_plugin(self, strategy: Strategy) -> None:
         """Read the options of sharding as they are now: scripts and libraries assign to the plugin until `prepare`."""
         if self.engine is not None and self.engine.read_plugin():
-            strategy.set_engine(self.engine.config)
+            strategy.configure(self.engine.config)
         if self.fsdp_plugin is None or not self.settings.parallel.shards:
             return
         options = self.fsdp_plugin.fully_shard(self._initial.fully_shard)
@@ -361,7 +361,7 @@ class RunOptions:
             return
         settings = replace(self.settings, fully_shard=options)
         check_layout(settings.parallel, settings.fully_shard, strategy.backend.topology.world_size)
-        strategy.set_sharding(settings)
+        strategy.configure(options)
         before = dict(flatten_settings(self.settings))
         self._is_argument |= {key: True for key, value in flatten_settings(settings) if value != before[key]}
         self.settings, self._plugin_options = settings, options

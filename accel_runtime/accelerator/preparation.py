@@ -124,7 +124,7 @@ class Preparation:
         placeholders = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Placeholder)}.values())
         if not placeholders:
             return list(objects)
-        built = self._run.strategy.build_configured(placeholders, self._count_strides())
+        built = self._run.strategy.resolve_placeholders(placeholders, self._count_strides())
         by_id = {id(placeholder): each for placeholder, each in zip(placeholders, built, strict=True)}
         return [
             nested.map_leaves(lambda leaf: by_id.get(id(leaf), leaf), item, objects=False) for item in objects

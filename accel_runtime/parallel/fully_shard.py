@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.environment.settings import FullyShard, MixedPrecision, Settings
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
@@ -103,8 +103,10 @@ class FullyShardStrategy(Strategy):
         return DistributedType.FSDP if self.mesh.sizes.shards else super().distributed_type
 
     @override
-    def set_sharding(self, settings: Settings) -> None:
-        self._settings = settings
+    def configure(self, configuration: Any) -> None:
+        if not isinstance(configuration, FullyShard):
+            super().configure(configuration)
+        self._settings = replace(self._settings, fully_shard=configuration)
 
     @override
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_runtime.backends.base import Backend
-from accel_runtime.environment.settings import MixedPrecision, Settings
+from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
@@ -77,7 +77,18 @@ class ModelLayout(NamedTuple):
 
 
 class Placeholder:
-    """Placeholder of a script for an optimizer or a scheduler that the configuration of the strategy describes."""
+    """Object in a script in place of an optimizer or a scheduler that a strategy builds from its configuration."""
+
+    builder = "its strategy"
+    """The library or the strategy that builds the object, by its name in messages."""
+    cure = "Create the object with torch."
+    """Imperative sentence on what to do if the run has another strategy."""
+
+    def refuse(self) -> ValueError:
+        """Return the error of a strategy that cannot build the object."""
+        return ValueError(
+            f"{type(self).__name__} cannot be prepared: {self.builder} is not in use. {self.cure}"
+        )
 
 
 class StateView:
@@ -200,11 +211,19 @@ class Strategy:
 
     # Options ---------------------------------------------------------------------------
 
-    def set_sharding(self, settings: Settings) -> None:
-        """Shard models that are prepared from now on as the settings describe."""
+    def configure(self, configuration: Any) -> None:
+        """Prepare models from now on by another configuration, which a script has selected or changed.
 
-    def set_engine(self, config: Any) -> None:
-        """Prepare models from now on by another `EngineConfig`."""
+        A strategy takes the object that belongs to it: the section of the settings, or the configuration of its engine.
+
+        Raises:
+            TypeError: It belongs to another strategy.
+            ValueError: It cannot be changed to this one after the Accelerator was made.
+        """
+        raise TypeError(
+            f"Cannot configure {type(self).__name__} by {type(configuration).__name__}: it belongs to another strategy. Leave it out, "
+            "or make another Accelerator with it, in another process."
+        )
 
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""
@@ -246,20 +265,17 @@ class Strategy:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set up an optimizer in place for the parameters that are trained."""
 
-    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:  # noqa: ARG002 - of engines
-        """Return the optimizers and schedulers that placeholders stand for.
+    def resolve_placeholders(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:  # noqa: ARG002 - of engines
+        """Return the optimizers and schedulers that the configuration describes, in place of placeholders, in their order.
 
         Args:
-            placeholders: Objects of the script.
+            placeholders: Objects of the script, at least one.
             num_batches: Batches in which a script counts the steps of a schedule, of one training step.
 
         Raises:
             ValueError: The strategy has no configuration that describes them.
         """
-        raise ValueError(
-            f"{type(placeholders[0]).__name__} cannot be prepared: DeepSpeed is not in use. Set deepspeed.stage in the profile, or "
-            "create the object with torch."
-        )
+        raise placeholders[0].refuse()
 
     def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
         """Raise ValueError if the configuration of the strategy states other samples a process in a micro-batch or step.

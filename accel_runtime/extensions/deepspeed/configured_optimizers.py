@@ -45,8 +45,10 @@ def build_configured(
     }
 
     def build(placeholder: Placeholder) -> Any:
-        if not isinstance(placeholder, DummyScheduler):
+        if isinstance(placeholder, DummyOptim):
             return optimizers[id(placeholder)]
+        if not isinstance(placeholder, DummyScheduler):
+            raise placeholder.refuse()
         optimizer = getattr(placeholder.optimizer, "optimizer", placeholder.optimizer)
         if isinstance(optimizer, DummyOptim):
             if id(optimizer) not in optimizers:

@@ -553,7 +553,12 @@ def _show(value: Any) -> str:
     return "another one" if value is None else str(value)
 
 
-class DummyOptim(Placeholder):
+class _Dummy(Placeholder):
+    builder = "DeepSpeed"
+    cure = "Set deepspeed.stage in the profile, or create the object with torch."
+
+
+class DummyOptim(_Dummy):
     """The optimizer that the section `optimizer` of DeepSpeed's JSON file describes.
 
     Args:
@@ -570,7 +575,7 @@ class DummyOptim(Placeholder):
         self.lr, self.weight_decay, self.kwargs = lr, weight_decay, kwargs
 
 
-class DummyScheduler(Placeholder):
+class DummyScheduler(_Dummy):
     """The scheduler that the section `scheduler` of DeepSpeed's JSON file describes.
 
     Args:

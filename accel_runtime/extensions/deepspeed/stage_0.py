@@ -37,6 +37,19 @@ class DDPWithClipping(DDPStrategy):
         self._max_norm = float(config.get("gradient_clipping", 0.0))
 
     @override
+    def configure(self, configuration: Any) -> None:
+        if not isinstance(configuration, DeepSpeedConfig):
+            super().configure(configuration)
+        config: DeepSpeedConfig = configuration
+        if config.stage:
+            raise ValueError(
+                f"ZeRO stage {config.stage} by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected "
+                "beside stage 0, with which the Accelerator was made. Make another Accelerator in another process, or use stage 0."
+            )
+        self._config = config
+        self._max_norm = float(config.get("gradient_clipping", 0.0))
+
+    @override
     def describe_options(self) -> Mapping[str, tuple[Any, str]]:
         return describe_configuration(self._config, {}, self._filled)
 
@@ -60,7 +73,7 @@ class DDPWithClipping(DDPStrategy):
         return super().prepare(models, optimizers, schedulers)
 
     @override
-    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
+    def resolve_placeholders(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
         from accel_runtime.extensions.deepspeed.configured_optimizers import build_configured  # noqa: PLC0415 - needs deepspeed
 
         return build_configured(placeholders, self._config, num_batches, self._filled)

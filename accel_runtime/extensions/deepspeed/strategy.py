@@ -247,7 +247,10 @@ class DeepSpeedStrategy(Strategy):
         return DistributedType.DEEPSPEED
 
     @override
-    def set_engine(self, config: DeepSpeedConfig) -> None:
+    def configure(self, configuration: Any) -> None:
+        if not isinstance(configuration, DeepSpeedConfig):
+            super().configure(configuration)
+        config: DeepSpeedConfig = configuration
         if not config.stage:
             raise ValueError(
                 f"ZeRO stage 0 by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected beside stage "
@@ -407,7 +410,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     @override
-    def build_configured(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
+    def resolve_placeholders(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:
         return build_configured(placeholders, self.config, num_batches, self._filled)
 
     @override

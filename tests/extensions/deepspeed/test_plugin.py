@@ -8,6 +8,7 @@ import json
 import types
 
 import pytest
+import torch
 from torch import nn
 
 from accel_runtime import Accelerator
@@ -255,6 +256,25 @@ def test_the_selected_one_of_several_plugins_is_read():
     for selected in (True, False):
         with pytest.raises(ValueError, match=r"Call accelerator\.state\.select_deepspeed_plugin"):
             student.select(_from_accelerator_state=selected)
+
+
+def test_replicas_follow_the_selected_plugin_of_stage_0_and_refuse_others():
+    plugins = {
+        "first": DeepSpeedPlugin(zero_stage=0),
+        "clipped": DeepSpeedPlugin(zero_stage=0, gradient_clipping=0.5),
+        "sharded": DeepSpeedPlugin(zero_stage=2),
+    }
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugins)
+    accelerator.state.select_deepspeed_plugin("clipped")
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.tensor([[100.0]])).sum())
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 0.5)
+    accelerator.state.select_deepspeed_plugin("sharded")
+    with pytest.raises(ValueError, match=r"ZeRO stage 2 by .* beside stage 0"):
+        accelerator.prepare(nn.Linear(1, 1))
 
 
 def test_classes_of_experts_need_stage_3():

@@ -11,7 +11,7 @@ from support.strategies import connect_strategy
 from torch import nn
 
 from accel_runtime.environment.settings import Settings
-from accel_runtime.parallel.strategy import ModelRequest
+from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 
 CASES = {
     "one process": (1, {}),
@@ -303,6 +303,36 @@ def test_options_of_ddp_are_honoured_or_refused(ranks, sizes):
         return not strategy.shards_models
 
     assert all(ranks.run(check, sizes))
+
+
+class OtherConfiguration:
+    """The configuration of a strategy that does not exist."""
+
+
+class OtherOptimizer(Placeholder):
+    """The optimizer of that strategy."""
+
+    builder, cure = "the other engine", "Select it."
+
+
+def test_the_configuration_of_another_strategy_is_refused_by_name(ranks, sizes):
+    def configure(sizes):
+        strategy = connect_strategy(sizes)
+        with pytest.raises(TypeError) as caught:
+            strategy.configure(OtherConfiguration())
+        return type(strategy).__name__ in str(caught.value) and "OtherConfiguration" in str(caught.value)
+
+    assert all(ranks.run(configure, sizes))
+
+
+def test_a_placeholder_of_another_strategy_is_refused_by_name(ranks, sizes):
+    def resolve(sizes):
+        with pytest.raises(ValueError, match="OtherOptimizer") as caught:
+            connect_strategy(sizes).resolve_placeholders([OtherOptimizer()], 1)
+        return str(caught.value)
+
+    expected = "OtherOptimizer cannot be prepared: the other engine is not in use. Select it."
+    assert ranks.run(resolve, sizes) == [expected] * ranks.size
 
 
 def train_in_cycles(accelerator, model, batch, *, weighted):
