@@ -400,6 +400,38 @@ class Accelerator(ProcessMethods):
         """
         self._steps.backward(loss, weight, options)
 
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        weight: float | torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Run the forward pass of a prepared model, and the backward pass of its loss as `backward` does.
+
+        It is `loss = loss_fn(model(inputs), targets)` and `backward(loss, weight)`, unless the strategy of the run runs both
+        passes itself: a pipeline splits the rows, and runs parts of them through its stages. All processes that share the
+        parts of a model pass the same rows.
+
+        Args:
+            model: A model that `prepare` returned.
+            inputs: Arguments of the model for one micro-batch, each `[n, ...]`: one, a tuple or list of positional ones, or
+                a dict by name.
+            targets: The second argument of `loss_fn`, for the same rows; a pipeline needs a tensor `[n, ...]`.
+            loss_fn: Returns the mean loss over rows, a scalar `[]`, for outputs of the model and targets. A pipeline calls it
+                for parts of the rows, and averages the results: rows must count equally.
+            weight: The weight of the loss, as in `backward`.
+
+        Returns:
+            The loss, detached: `[]`. In a pipeline it is the mean over all rows on the last stage, and None on the others.
+
+        Raises:
+            StallError: As `backward`.
+            ValueError: As `backward`; or the model is not prepared.
+        """
+        return self._steps.forward_backward(model, inputs, targets, loss_fn, weight)
+
     def accumulate(self, *models: nn.Module) -> MicroBatch:
         """Return the context of one micro-batch; gradients synchronize and optimizers step at the end of a cycle.
 

@@ -190,8 +190,9 @@ class RunOptions:
 
             self.settings = merge_settings(self._initial, self.parallelism_config, self.fsdp_plugin)
         self.engine: EngineOptions | None = None
-        """The options of the engine; None if torch trains models."""
-        if arguments.engine_plugin is not None or self._initial.engine:
+        """The options of the engine; None if torch trains models, or the engine takes none from a script."""
+        engine = self._initial.engine
+        if arguments.engine_plugin is not None or (engine and engine.name in ENGINE_OPTIONS):
             self._set_engine(arguments, precision)
         self._plugin_options: FullyShard | None = None
         """The options of the plugin when they were read last."""

@@ -18,9 +18,11 @@ from torch.distributed.algorithms.join import Joinable
 from accel_runtime.accelerator.run import Run
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
+from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.parallel.strategy import ScaleLoss, TrainingPass
 from accel_runtime.training.accumulation import MicroBatch
 
 __all__ = ["PREEMPTION", "Preemption", "TrainingSteps"]
@@ -162,6 +164,50 @@ class TrainingSteps:
             raise
         if accumulation.num_backward >= checks.next_pass:
             checks.end_backward(loss, weight)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        weight: float | torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Run the forward pass of a prepared model, and the backward pass of its loss; return the loss."""
+        original = uncompiled_module(model)
+        if not any(original is prepared for prepared in self._run.prepared.models):
+            raise ValueError(
+                f"forward_backward() failed: the {type(model).__name__} is not prepared. Pass the model that prepare() returned."
+            )
+
+        def run_backward(
+            dtype: torch.dtype, run: Callable[[ScaleLoss], torch.Tensor | None]
+        ) -> torch.Tensor | None:
+            loss: torch.Tensor | None = None
+            loss_scale = self._run.loops.find_loss_scale() if self._is_distributed else 1.0
+            if self._progress is not None:
+                self._progress.backwards += 1
+            if self._checks.is_active:
+                self._checks.begin_backward()
+
+            def run_once(scale: ScaleLoss) -> None:
+                nonlocal loss
+                loss = run(scale)
+
+            try:
+                self._run.gradients.run_backward(dtype, weight, loss_scale, run_once)
+            except RuntimeError as error:
+                if (explained := self._strategy.explain_error(error, "forward_backward()")) is not error:
+                    raise explained from error
+                raise
+            if self._accumulation.num_backward >= self._checks.next_pass:
+                self._checks.end_backward(loss, weight)
+            return loss
+
+        training_pass = TrainingPass(
+            model, inputs, targets, loss_fn, lambda loss: self.backward(loss, weight, {}), run_backward
+        )
+        return self._strategy.forward_backward(training_pass)
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""

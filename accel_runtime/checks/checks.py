@@ -76,7 +76,7 @@ class Checks:
         self._averaging = AveragingCheck(strategy, accumulation, models)
         self._bypasses = BypassCheck(accumulation, precision, models, schedulers)
         self._inputs = FirstInput(strategy.backend, lambda: loops.have_begun)
-        self._losses = LossCheck(accumulation, is_active=self._is_first)
+        self._losses = LossCheck(accumulation, is_active=strategy.has_losses)
         self.replicas = ReplicaCheck(
             strategy, accumulation, self._averaging.named_parameters, optimizers, self.watch
         )
@@ -152,8 +152,8 @@ class Checks:
         """Record the gradients before a backward pass."""
         self._averaging.begin_backward()
 
-    def end_backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
-        """Check a backward pass, which is recorded in the counts already."""
+    def end_backward(self, loss: torch.Tensor | None, weight: float | torch.Tensor | None) -> None:
+        """Check a backward pass, which is recorded in the counts already; `loss` is None on a rank without it."""
         number = self._accumulation.num_backward
         if self.is_active:
             self._averaging.end_backward()

@@ -54,7 +54,7 @@ class LossCheck:
         self._samples: list[_Sample] = []
         self._pid = os.getpid()
 
-    def sample(self, loss: torch.Tensor, weight: float | torch.Tensor | None) -> None:
+    def sample(self, loss: torch.Tensor | None, weight: float | torch.Tensor | None) -> None:
         """Sample the loss of the newest backward pass."""
         number = self._accumulation.num_backward
         self.next_pass = number + min(number, _INTERVAL)

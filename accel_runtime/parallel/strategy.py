@@ -27,8 +27,10 @@ __all__ = [
     "ModelLayout",
     "ModelRequest",
     "Placeholder",
+    "ScaleLoss",
     "StateView",
     "Strategy",
+    "TrainingPass",
     "UnscaleGradients",
     "scale_any",
     "unscale_any",
@@ -89,6 +91,39 @@ class Placeholder:
         return ValueError(
             f"{type(self).__name__} cannot be prepared: {self.builder} is not in use. {self.cure}"
         )
+
+
+ScaleLoss = Callable[[torch.Tensor], torch.Tensor]
+"""Function that multiplies a loss (`[]`) by the factor of a run: of accumulation, of the weight, and of fp16."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """The forward and the backward pass of a prepared model over one micro-batch of the script."""
+
+    model: nn.Module
+    inputs: Any
+    """Arguments of the model, with the rows along dimension 0: one, a tuple or list of positional ones, or a dict by name."""
+    targets: Any
+    """The second argument of `loss_fn`."""
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    """Returns the mean loss over rows (`[]`) for outputs of the model and the targets of these rows."""
+    backward: Callable[[torch.Tensor], None]
+    """Runs the backward pass of the loss over all rows, for a strategy that leaves the rest to the run."""
+    run_backward: Callable[[torch.dtype, Callable[[ScaleLoss], torch.Tensor | None]], torch.Tensor | None]
+    """Runs backward passes by a function of the strategy, for one that does not have the loss before them.
+
+    The function is called once, between the preparation and the completion of gradients, on every rank. It multiplies each loss
+    by its argument before the backward pass, and returns what `forward_backward` does. The dtype is that of losses; equal on all ranks.
+    """
+
+    def call_model(self) -> Any:
+        """Return the outputs of the model."""
+        if isinstance(self.inputs, Mapping):
+            return self.model(**self.inputs)
+        if isinstance(self.inputs, (tuple, list)):
+            return self.model(*self.inputs)
+        return self.model(self.inputs)
 
 
 class StateView:
@@ -318,6 +353,23 @@ class Strategy:
         return {}
 
     # Backward passes -------------------------------------------------------------------
+
+    def forward_backward(self, training_pass: TrainingPass) -> torch.Tensor | None:
+        """Run the forward and the backward pass of a model; return the loss over all rows (`[]`), None on a rank without it.
+
+        A strategy whose ranks run parts of a model one after the other, such as a pipeline, implements it: it splits the rows,
+        runs parts of them in its order, and averages their losses. It multiplies each by `1 / parts` and the factor of
+        `training_pass.run_backward` before its backward pass. Gradients of earlier micro-batches must stay as they are, so a
+        schedule of `torch.distributed.pipelining` needs `scale_grads=False`.
+        """
+        loss = training_pass.loss_fn(training_pass.call_model(), training_pass.targets)
+        training_pass.backward(loss)
+        return loss.detach()
+
+    @property
+    def has_losses(self) -> bool:
+        """Return whether the losses of this rank are checked for NaN; one rank is enough, as gradients are combined."""
+        return self.backend.topology.rank == 0
 
     @property
     def combines_gradients(self) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from accel_runtime.foundation.module_names import named_parameters
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.parallel.dtensor import list_gathered, map_shard
-from accel_runtime.parallel.strategy import GradientAccess, GradientVersions, Strategy
+from accel_runtime.parallel.strategy import GradientAccess, GradientVersions, ScaleLoss, Strategy
 from accel_runtime.training.accumulation import Accumulation
 from accel_runtime.training.optimizer import PreparedOptimizer
 from accel_runtime.training.precision import Precision
@@ -110,15 +110,12 @@ class LossWeights:
         """Common divisor of all weights inside backward passes, set by the first; `[]`."""
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        weight: LossWeight,
-        run: Callable[[torch.Tensor], None],
-        groups: list[ParameterGroup],
+        self, weight: LossWeight, run: Callable[[torch.Tensor], None], groups: list[ParameterGroup]
     ) -> None:
         """Run the backward pass of a scalar loss that is a mean over `weight` items.
 
-        `run` runs the backward pass of the loss that it is passed; `groups` are equally many, in the same order, on all ranks.
+        `run` runs the backward pass of the loss times the factor (`[]`) that it is passed; `groups` are equally many, in the same
+        order, on all ranks.
         """
         if self.unit is None:  # the expected sum of the weights of the first cycle: `[]`
             total = self._backend.all_reduce_async(weight.amount * self._accumulation.steps)()
@@ -135,7 +132,7 @@ class LossWeights:
             if self._accumulation.syncs_gradients
             else None
         )
-        run(loss * (weight.amount * self._backend.topology.world_size / unit))
+        run(weight.amount * self._backend.topology.world_size / unit)
         for group in groups:
             group.end_backward(weight.amount, synchronized=finish_sum is not None)
         if finish_sum is None:
@@ -323,37 +320,51 @@ class Gradients:
                 "Invalid inputs: they have parameters of a sharded model, whose gradients torch does not compute alone. Leave out inputs, "
                 "and clear other gradients with zero_grad()."
             )
+        self.run_backward(
+            loss.dtype, weight, loss_scale, lambda scale: self._strategy.backward(scale(loss), options)
+        )
+
+    def run_backward(
+        self,
+        dtype: torch.dtype,
+        weight: float | torch.Tensor | None,
+        loss_scale: float,
+        run: Callable[[ScaleLoss], None],
+    ) -> None:
+        """Run backward passes by a function, which multiplies losses of `dtype` by the function that it is passed.
+
+        The other arguments and errors are those of `backward`.
+        """
         if weight is not None:
-            self._backward_weighted(loss, weight if loss_scale else 0.0, options)
+            self._run_weighted(dtype, weight if loss_scale else 0.0, run)
             return
         self._begin_backward(weighted=False)
-        if self._accumulation.steps != 1:
-            loss = loss / self._accumulation.steps
         if loss_scale == 1:
-            self._run_backward(loss, options)
+            run(lambda loss: self._precision.scale(self._divide(loss)))
             return
-        scale = self._build_weight(loss_scale, loss)
-        with zero_loss(self._reachable_leaves, scale):
-            self._run_backward(loss * scale.amount, options)
+        share = self._build_weight(loss_scale, dtype)
+        with zero_loss(self._reachable_leaves, share):
+            run(lambda loss: self._precision.scale(self._divide(loss) * share.amount))
 
-    def _backward_weighted(
-        self, loss: torch.Tensor, weight: float | torch.Tensor, options: dict[str, Any]
+    def _divide(self, loss: torch.Tensor) -> torch.Tensor:
+        """Divide a loss by the micro-batches of a cycle."""
+        return loss if self._accumulation.steps == 1 else loss / self._accumulation.steps
+
+    def _run_weighted(
+        self, dtype: torch.dtype, weight: float | torch.Tensor, run: Callable[[ScaleLoss], None]
     ) -> None:
-        loss_weight = self._build_weight(weight, loss)
+        loss_weight = self._build_weight(weight, dtype)
         self._begin_backward(weighted=True)
 
-        def run(weighted_loss: torch.Tensor) -> None:
+        def run_part(factor: torch.Tensor) -> None:
             with zero_loss(self._reachable_leaves, loss_weight):
-                self._run_backward(weighted_loss, options)
+                run(lambda loss: self._precision.scale(loss * factor))
 
-        self.weights.backward(loss, loss_weight, run, self.find_groups())
+        self.weights.backward(loss_weight, run_part, self.find_groups())
 
-    def _run_backward(self, loss: torch.Tensor, options: Mapping[str, Any]) -> None:
-        self._strategy.backward(self._precision.scale(loss), options)
-
-    def _build_weight(self, weight: float | torch.Tensor, loss: torch.Tensor) -> LossWeight:
+    def _build_weight(self, weight: float | torch.Tensor, dtype: torch.dtype) -> LossWeight:
         return LossWeight.build(
-            weight, self.device, loss.dtype, as_data=self._strategy.backend.runtime.static_shapes
+            weight, self.device, dtype, as_data=self._strategy.backend.runtime.static_shapes
         )
 
     def _begin_backward(self, *, weighted: bool) -> None:

@@ -57,6 +57,8 @@ class LossScaler(torch.amp.GradScaler):
 
     def begin_backward(self) -> None:
         """Update the scale if it is due, and multiply unscaled gradients by it, since scaled ones are added to them."""
+        if self._scale is None:  # also on a rank without losses, whose gradients those of other ranks scale
+            self.scale(torch.ones((), device=self._device))
         if any(state.is_examined for state in self._gradients.values()):
             self._update_if_examined()
         unscaled = [optimizer for optimizer, state in self._gradients.items() if state.is_unscaled]

@@ -143,8 +143,8 @@ CONSTRUCTOR = (
     "deepspeed_plugins=None"
 )
 OUR_OWN = (
-    "checkpoints context_parallel data_parallel_size describe gather_sequence gathered load load_model preempted resume"
-    " settings wait_for_checkpoint"
+    "checkpoints context_parallel data_parallel_size describe forward_backward gather_sequence gathered load load_model"
+    " preempted resume settings wait_for_checkpoint"
 )
 """Members that Accelerate does not have."""
 BY_POSITION = 6

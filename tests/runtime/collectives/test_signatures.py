@@ -92,8 +92,8 @@ BARRIERS = {"profile", "wait_for_everyone"}
 TURNS_IN_THE_STORE = {"local_main_process_first", "main_process_first"}
 COMPARED_OBJECTS = {"prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"}
 TRAINING_STEPS = {
-    "accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "context_parallel", "gather_sequence",
-    "join_uneven_inputs", "maybe_context_parallel", "no_sync", "trigger_sync_in_backward", "unscale_gradients",
+    "accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "context_parallel", "forward_backward",
+    "gather_sequence", "join_uneven_inputs", "maybe_context_parallel", "no_sync", "trigger_sync_in_backward", "unscale_gradients",
 }  # fmt: skip
 LOCAL = {
     "autocast", "clear", "describe", "end_training", "free_memory", "get_tracker", "init_trackers", "load", "log",

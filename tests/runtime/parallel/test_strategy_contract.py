@@ -11,7 +11,7 @@ from support.strategies import connect_strategy
 from torch import nn
 
 from accel_runtime.environment.settings import Settings
-from accel_runtime.parallel.strategy import ModelRequest, Placeholder
+from accel_runtime.parallel.strategy import ModelRequest, Placeholder, TrainingPass
 
 CASES = {
     "one process": (1, {}),
@@ -216,6 +216,27 @@ def test_scaled_gradients_change_the_step_and_finishing_them_again_does_not(rank
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
+def test_versions_of_gradients_change_with_each_write_until_they_are_cleared(ranks, sizes):
+    def read(sizes):
+        strategy, model, optimizer, rows = prepare(sizes)
+        gradients, (parameters,) = strategy.gradients, strategy.list_parameter_groups(optimizer)
+        before = gradients.read_versions(parameters)
+        run_backward(strategy, model, rows)
+        gradients.finish()
+        computed = gradients.read_versions(parameters)
+        assert gradients.read_versions(parameters) == computed
+        gradients.scale(parameters, torch.tensor(0.5, device=strategy.backend.device))
+        scaled = gradients.read_versions(parameters)
+        assert not gradients.in_parameters or all(parameter.grad is not None for parameter in parameters)
+        strategy.zero_grad(optimizer, set_to_none=True)
+        cleared = gradients.read_versions(parameters)
+        changed = [None not in (old, new) and old != new for old, new in zip(computed, scaled, strict=True)]
+        return before, all(changed), cleared
+
+    nothing = [None] * len([*build_model_and_batch()[0].parameters()])
+    assert ranks.run(read, sizes) == [(nothing, True, nothing)] * ranks.size
+
+
 def test_gradients_that_are_not_combined_yet_can_be_stored_and_restored(ranks, sizes):
     def train(sizes):
         strategy, model, optimizer, rows = prepare(sizes)
@@ -305,6 +326,39 @@ def test_options_of_ddp_are_honoured_or_refused(ranks, sizes):
     assert all(ranks.run(check, sizes))
 
 
+@pytest.mark.parametrize("kind", [torch.Tensor, tuple, list, dict])
+def test_both_passes_of_a_batch_are_run_and_the_mean_loss_is_returned(ranks, sizes, kind):
+    def train(sizes, kind):
+        strategy, model, optimizer, rows = prepare(sizes)
+
+        def compute_loss(outputs, targets):
+            return (outputs - targets).square().mean()
+
+        inputs = {torch.Tensor: rows, tuple: (rows,), list: [rows], dict: {"input": rows}}[kind]
+        loss = strategy.forward_backward(
+            TrainingPass(
+                model,
+                inputs,
+                torch.zeros(len(rows), 1, device=rows.device),
+                compute_loss,
+                backward=lambda loss: strategy.backward(loss, {}),
+                run_backward=lambda _dtype, run: run(lambda loss: loss),
+            )
+        )
+        strategy.step(optimizer)
+        strategy.synchronize()
+        return loss.requires_grad, float(loss), full_parameters(strategy, model)
+
+    model, batch = build_model_and_batch()
+    mean = model(batch).square().mean().item()
+    expected, _ = train_alone()
+    results = ranks.run(train, sizes, kind)
+    for requires_grad, _, actual in results:
+        assert not requires_grad
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
+    assert sum(loss for _, loss, _ in results) / len(results) == pytest.approx(mean, rel=1e-5)
+
+
 class OtherConfiguration:
     """The configuration of a strategy that does not exist."""
 
@@ -335,7 +389,7 @@ def test_a_placeholder_of_another_strategy_is_refused_by_name(ranks, sizes):
     assert ranks.run(resolve, sizes) == [expected] * ranks.size
 
 
-def train_in_cycles(accelerator, model, batch, *, weighted):
+def train_in_cycles(accelerator, model, batch, *, weighted, in_one_call=False):
     """Train two steps of two micro-batches each, with clipping; return the norms and the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -345,7 +399,12 @@ def train_in_cycles(accelerator, model, batch, *, weighted):
             with accelerator.accumulate(model):
                 rows = micro_batch.chunk(data.world_size)[data.rank]
                 weight = float(3 + len(norms) + rows[0, 0].abs()) if weighted else None
-                accelerator.backward(model(rows).square().mean(), weight)
+                if in_one_call:
+                    accelerator.forward_backward(
+                        model, rows, None, lambda output, _: output.square().mean(), weight
+                    )
+                else:
+                    accelerator.backward(model(rows).square().mean(), weight)
                 if accelerator.sync_gradients:
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
                 optimizer.step()
@@ -368,9 +427,15 @@ def test_an_accelerator_trains_as_with_ddp_if_only_the_strategy_has_the_gradient
         for choose in (run.choose_strategy, lambda backend, *_: EngineStrategy(backend)):
             with mock.patch.object(run, "choose_strategy", choose):
                 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-            results.append(train_in_cycles(accelerator, *build_model_and_batch(), weighted=weighted))
+            results += [
+                train_in_cycles(
+                    accelerator, *build_model_and_batch(), weighted=weighted, in_one_call=in_one_call
+                )
+                for in_one_call in (False, True)
+            ]
         return results
 
-    for (expected_norms, expected), (norms, actual) in clusters[2].run(train, weighted):
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
+    for (expected_norms, expected), *others in clusters[2].run(train, weighted):
+        for norms, actual in others:
+            assert norms == pytest.approx(expected_norms, rel=1e-5)
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
