@@ -478,7 +478,7 @@ class AccelerateConfig:
             yield "use_cpu", f"this contradicts distributed_type: {self.distributed_type}", "true"
         if self.num_processes != -1:
             try:
-                Parallel(**self.parallel).sizes(self.num_processes)
+                Parallel(**self.parallel).build_grid(self.num_processes)
             except SettingsError as error:
                 yield "parallelism_config", str(error), ""
         given = [key for key, value in self.fsdp_config.items() if value is not None]

@@ -37,6 +37,7 @@ from accel_runtime.environment.accelerate.export import (
 )
 from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.engines import EngineConfig
+from accel_runtime.environment.layouts import DIMENSION_NAMES
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
@@ -46,6 +47,7 @@ from accel_runtime.environment.settings import (
     find_engine_conflict,
     find_nearest,
 )
+from accel_runtime.environment.topology import RankGrid
 
 __all__ = [
     "build_plan",
@@ -460,9 +462,6 @@ def _declares(source: str, option: str) -> bool:
 
 # The plan, with the layout of models
 
-_DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
-_Sizes = tuple[int, int, int, int]
-
 
 def build_plan(
     launcher: Launcher, spec: LaunchSpec, of_file: Mapping[str, str] = MappingProxyType({})
@@ -541,8 +540,8 @@ def _export_to_accelerate(
     return replace(plan, env={**plan.env, **export.variables, **needed})
 
 
-def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Sizes]:
-    """Return the sizes of all dimensions for each possible world size."""
+def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[RankGrid]:
+    """Return the grid of the ranks for each possible world size."""
     parallel, fully_shard = spec.settings.parallel, spec.settings.fully_shard
     try:
         return [check_layout(parallel, fully_shard, size) for size in world_sizes or (None,)]
@@ -556,14 +555,14 @@ def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[_Size
         raise UsageError(f"{error}{reason}") from None
 
 
-def _format_layout(spec: LaunchSpec, layouts: Sequence[_Sizes], *, is_known: bool) -> str:
+def _format_layout(spec: LaunchSpec, layouts: Sequence[RankGrid], *, is_known: bool) -> str:
     """Return the dimensions above 1 with their sizes; a size that depends on the nodes is a range."""
     parallel = spec.settings.parallel
     if parallel.plain:
         return ""
     dimensions = []
-    for index, name in enumerate(_DIMENSIONS):
-        low, high = layouts[0][index], layouts[-1][index]
+    for role, name in DIMENSION_NAMES.items():
+        low, high = layouts[0].size(role), layouts[-1].size(role)
         is_auto = name == "dp_shard" and parallel.dp_shard == "auto"
         if high > 1 or is_auto:
             size = "auto" if is_auto and not is_known else low if low == high else f"{low} to {high}"

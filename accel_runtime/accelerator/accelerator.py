@@ -1092,24 +1092,22 @@ class Accelerator(ProcessMethods):
     @property
     def torch_device_mesh(self) -> Any:
         """Return the device mesh of the dimensions larger than one; None if models are replicated."""
-        return self._run.strategy.mesh.full if self._run.strategy.mesh is not None else None
+        return self._run.backend.mesh if self._run.strategy.mesh is not None else None
 
     @property
     def tensor_parallel_rank(self) -> int:
         """Return the tensor-parallel rank of this process, from 0."""
-        return self.process_index % self.settings.parallel.tp
+        return self._run.backend.grid.coordinate(self.process_index, "tensor")
 
     @property
     def context_parallel_rank(self) -> int:
         """Return the context-parallel rank of this process, from 0."""
-        parallel = self.settings.parallel
-        return self.process_index // parallel.tp % parallel.cp
+        return self._run.backend.grid.coordinate(self.process_index, "sequence")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Return the rank of this process among those that shard parameters, from 0."""
-        mesh = self._run.strategy.mesh
-        return 0 if mesh is None else self._run.backend.data_rank.rank % mesh.sizes.dp_shard
+        return self._run.backend.grid.coordinate(self.process_index, "shard")
 
     @property
     def mixed_precision(self) -> MixedPrecision:

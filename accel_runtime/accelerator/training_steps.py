@@ -281,8 +281,8 @@ class TrainingSteps:
     @property
     def _sequence_group(self) -> dist.ProcessGroup | None:
         """Return the context-parallel process group, or None without one."""
-        mesh = self._run.strategy.mesh
-        return None if mesh is None or mesh.cp is None else mesh.cp.get_group()
+        backend = self._run.backend
+        return backend.get_group("sequence") if backend.grid.size("sequence") > 1 else None
 
     def autocast(self, autocast_handler: AutocastKwargs | None) -> AbstractContextManager[Any]:
         """Return the autocast context of the run."""

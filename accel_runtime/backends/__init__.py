@@ -223,8 +223,8 @@ def current_data_rank() -> int:
     if backend is not None:
         return backend.data_rank.rank
     topology = current_topology()
-    _, _, cp, tp = Settings.from_env(os.environ).parallel.sizes(topology.world_size)
-    return topology.rank // (cp * tp)
+    grid = Settings.from_env(os.environ).parallel.build_grid(topology.world_size)
+    return grid.data_rank(topology.rank).rank
 
 
 def seed_device(seed: int) -> None:

@@ -24,12 +24,15 @@ from accel_runtime.collectives.handshake import (
     call_at_site,
 )
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.environment.topology import RankGrid, Role, Topology
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import heartbeat
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_runtime.collectives.stalls import MissingRanks, RankMonitor
     from accel_runtime.environment.settings import Settings
 
@@ -73,7 +76,7 @@ class Backend(ABC):
         topology: Topology,
         runtime: DeviceRuntime,
         transport: Transport,
-        data_rank: DataRank | None = None,
+        grid: RankGrid | None = None,
         *,
         is_counted: bool = True,
     ) -> None:
@@ -81,7 +84,9 @@ class Backend(ABC):
         """Rank and world size of this process."""
         self.runtime = runtime
         """How the device of this process executes."""
-        self.data_rank = data_rank or DataRank(topology.rank, topology.world_size)
+        self.grid = grid or RankGrid((("data", topology.world_size),))
+        """The roles of the ranks; by default each has a replica."""
+        self.data_rank = self.grid.data_rank(topology.rank)
         """The part of every global batch that this process has."""
         self.handshake = Handshake(transport, topology.rank, topology.world_size, is_counted=is_counted)
         """The handshake that precedes every collective call."""
@@ -106,6 +111,22 @@ class Backend(ABC):
     @abstractmethod
     def collective_backend(self) -> str | None:
         """The process group backend for tensors of this device (`gloo`, `nccl`, ...); None on one process."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The ranks as a device mesh of torch, with a dimension for each role with several ranks; made once, by all ranks together.
+
+        None if torch.distributed does not connect the ranks: then no role but one has several, and the collectives here are those
+        of its group.
+        """
+        return None
+
+    def get_group(self, role: Role) -> ProcessGroup | None:  # noqa: ARG002 - of ranks that torch connects
+        """Return the process group of the ranks that differ from this one in a role only, also if that is this rank alone.
+
+        Made once, by all ranks together. None if torch.distributed does not connect the ranks, as for `mesh`.
+        """
+        return None
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 from torch.utils.data import get_worker_info
 from typing_extensions import override
@@ -38,9 +39,9 @@ from accel_runtime.collectives.transport import connect_group
 from accel_runtime.environment.group_libraries import GROUP_LIBRARIES
 from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
-from accel_runtime.environment.topology import Topology, build_refusal
+from accel_runtime.environment.topology import Role, Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
-from accel_runtime.foundation.process_mesh import MeshSizes
+from accel_runtime.foundation.process_mesh import build_mesh, find_group
 from accel_runtime.foundation.torch_internals import (
     HashStore,
     PrefixStore,
@@ -128,6 +129,15 @@ class SingleRank(Single):
         super().__init__(topology, runtime)
         _join_process_group(self, topology, runtime.device, settings, options)
 
+    @property
+    @override
+    def mesh(self) -> DeviceMesh:
+        return build_mesh(self.grid, self.device.type)
+
+    @override
+    def get_group(self, role: Role) -> dist.ProcessGroup:
+        return find_group(self.grid, self.device.type, role)
+
     @override
     def close(self) -> None:
         _leave_process_group(self)
@@ -148,8 +158,7 @@ class DistributedBackend(StoreBackend):
         self._control, transport = connect_group(
             dist.group.WORLD, "control", patience, one_machine=self._one_machine
         )
-        sizes = MeshSizes.of(settings.parallel, topology.world_size)
-        super().__init__(topology, runtime, transport, sizes.data_rank(topology.rank))
+        super().__init__(topology, runtime, transport, settings.parallel.build_grid(topology.world_size))
         self._progress = heartbeat()
         self.rank_monitor = rank_monitor_of(
             dist.group.WORLD, self._store, topology.rank, topology.world_size, patience
@@ -160,6 +169,15 @@ class DistributedBackend(StoreBackend):
             check_gpus_differ(
                 self.all_gather_objects(_gpu_of(device), "the GPU of every rank"), self.collective_backend
             )
+
+    @property
+    @override
+    def mesh(self) -> DeviceMesh:
+        return build_mesh(self.grid, self.device.type)
+
+    @override
+    def get_group(self, role: Role) -> dist.ProcessGroup:
+        return find_group(self.grid, self.device.type, role)
 
     @override
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

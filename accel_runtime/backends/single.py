@@ -14,7 +14,7 @@ from accel_runtime.backends.base import Backend, Reduction
 from accel_runtime.backends.device_runtime import DeviceRuntime
 from accel_runtime.collectives.handshake import ObjectGroup
 from accel_runtime.collectives.transport import Transport
-from accel_runtime.environment.topology import DataRank, Topology, build_refusal
+from accel_runtime.environment.topology import DataRank, RankGrid, Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
 
 __all__ = ["DetachedBackend", "Single"]
@@ -26,7 +26,7 @@ class DetachedBackend:
 
     topology: Topology
     device: torch.device
-    data_rank: DataRank
+    grid: RankGrid
     distributed_type: DistributedType
     collective_backend: str | None
 
@@ -36,10 +36,15 @@ class DetachedBackend:
         return cls(
             backend.topology,
             backend.device,
-            backend.data_rank,
+            backend.grid,
             backend.distributed_type,
             backend.collective_backend,
         )
+
+    @property
+    def data_rank(self) -> DataRank:
+        """The part of every global batch that the rank had."""
+        return self.grid.data_rank(self.topology.rank)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` and `pickle` look for methods of this object

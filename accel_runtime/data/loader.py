@@ -465,11 +465,16 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
 
     def select_state(self, states: Sequence[LoaderState]) -> LoaderState:
         """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
-        first = states[0].running[0].source if states[0].running else states[0].next_epoch
-        saved = first.world_size if isinstance(first, PreshardedState) else None
-        if saved != self._backend.data_rank.world_size or len(states) % saved:
-            return states[0]
-        return states[self._backend.data_rank.rank * (len(states) // saved)]
+        data_rank = self._backend.data_rank
+        for rank, state in enumerate(states):
+            source = state.running[0].source if state.running else state.next_epoch
+            if not isinstance(source, PreshardedState) or source.world_size != data_rank.world_size:
+                break
+            # Checkpoints without data ranks are of runs in which neighbouring ranks have the same one.
+            neighbours = rank * source.world_size // len(states)
+            if data_rank.rank == (neighbours if source.data_rank is None else source.data_rank):
+                return state
+        return states[0]
 
     def without_first_batches(self, steps: int) -> PreparedLoader[_T]:
         """Return a copy that leaves out the first steps of every epoch; both share their progress."""
@@ -515,15 +520,14 @@ def _isolate_first(batches: Iterator[Any], count: int, isolated: IsolatedRNG) ->
 
 def check_model_parallel_ranks(backend: Backend) -> None:
     """Set the random states of model-parallel ranks to those of the first of them, if they differ. Collective."""
-    data_rank = backend.data_rank
-    if data_rank.model_parallel_size == 1:
+    if backend.data_rank.model_parallel_size == 1:
         return
     module = None if backend.device.type == "cpu" else backend.runtime.rng
     states = ProcessRandomStates.capture(backend.device, module)
     fingerprints = backend.all_gather_numbers([states.fingerprint], "random states")
-    if are_consistent(fingerprints, data_rank.model_parallel_size):
+    if are_consistent(fingerprints, backend.grid):
         return
-    first = data_rank.rank * data_rank.model_parallel_size
+    first = backend.grid.first_ranks[backend.data_rank.rank]
     is_first = backend.topology.rank == first
     gathered = backend.all_gather_objects(states if is_first else None, "random states")
     if not is_first:

@@ -13,7 +13,7 @@ from accel_runtime.backends.tensors import check_rank, find_cure, gather_tensors
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
 from accel_runtime.collectives.signatures import collective
 from accel_runtime.environment.text import encode_text
-from accel_runtime.environment.topology import DataRank
+from accel_runtime.environment.topology import RankGrid
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.epoch_progress import StepInfo
 from accel_runtime.foundation.nested import FlattenedData, flatten_data, list_locations
@@ -56,7 +56,7 @@ def gather_samples(
     is_list = as_objects and isinstance(data, (list, tuple))
     flat = flatten_data(data)
     refusal = None if is_list or flat.unsupported is None else _find_refusal(flat.structure)
-    if backend.data_rank.world_size == backend.data_rank.context_parallel_size == 1:
+    if backend.data_rank.world_size == backend.grid.size("sequence") == 1:
         if refusal:
             raise TypeError(refusal)
         return _trim_single_process(data, sizes, flat, is_list=is_list) if steps else data
@@ -70,7 +70,7 @@ def gather_samples(
     tensors = []
     for index, concatenated in enumerate(gathered.tensors):
         rows = [rank_rows[index] for rank_rows in gathered.rows]
-        unique, counts = _drop_duplicate_rows(concatenated, rows, backend.data_rank)
+        unique, counts = _drop_duplicate_rows(concatenated, rows, backend.grid)
         tensors.append(sizes.select_rows(unique, counts) if flat.specs[index].shape else unique)
     return replace_tensors(data, tensors)
 
@@ -139,18 +139,18 @@ def _gather_objects(data: Any, steps: GatheredSteps, backend: Backend, *, is_lis
     operation = f"gather_for_metrics of {'a list of ' if is_list else ''}objects{_describe_steps(steps)}"
     detached = nested.map_tensors(torch.Tensor.detach, data)
     by_rank = all_gather_objects(operation, detached, backend.handshake, compare_lines=True)
-    by_rank = drop_model_parallel_duplicates(by_rank, backend.data_rank)
+    by_rank = drop_model_parallel_duplicates(by_rank, backend.grid)
     merged = steps.merge_lists(by_rank) if is_list else merge_steps(by_rank, steps)
     return nested.send_to(merged, backend.device)
 
 
 def _drop_duplicate_rows(
-    joined: torch.Tensor, rows: list[int], data_rank: DataRank
+    joined: torch.Tensor, rows: list[int], grid: RankGrid
 ) -> tuple[torch.Tensor, list[int]]:
     """Return the rows without those of model-parallel duplicates, and the number of rows per data rank."""
-    if data_rank.model_parallel_size == 1:
+    if len(grid.first_ranks) == grid.world_size:
         return joined, rows
-    pieces = drop_model_parallel_duplicates(torch.split(joined, rows), data_rank)
+    pieces = drop_model_parallel_duplicates(torch.split(joined, rows), grid)
     return torch.cat(pieces), [len(piece) for piece in pieces]
 
 
@@ -327,20 +327,19 @@ def _format_counts(counts: Sequence[int]) -> str:
     return ", ".join(map(str, counts)) if len(set(counts)) > 1 else str(counts[0])
 
 
-def drop_model_parallel_duplicates(by_rank: Sequence[Any], data_rank: DataRank) -> list[Any]:
+def drop_model_parallel_duplicates(by_rank: Sequence[Any], grid: RankGrid) -> list[Any]:
     """Return the values of the first of each group of model-parallel ranks.
 
     Raises ValueError if ranks that shard sequences gave different values.
     """
-    stride = data_rank.model_parallel_size // data_rank.context_parallel_size
-    for rank in range(0, len(by_rank), stride):
-        if not _equal_trees(by_rank[rank], by_rank[rank - rank % data_rank.model_parallel_size]):
+    for first in grid.first_ranks:
+        if not all(_equal_trees(by_rank[rank], by_rank[first]) for rank in grid.ranks_of(first, "sequence")):
             raise ValueError(
-                f"gather_for_metrics got different values from ranks that shard each sequence (cp: {data_rank.context_parallel_size}), so no rank "
+                f"gather_for_metrics got different values from ranks that shard each sequence (cp: {grid.size('sequence')}), so no rank "
                 "has the full value. Call accelerator.gather_sequence(tensor, dim=1) first, or reduce a loss over all ranks "
                 'with accelerator.reduce(loss, "mean").'
             )
-    return list(by_rank[:: data_rank.model_parallel_size])
+    return [by_rank[first] for first in grid.first_ranks]
 
 
 def _equal_trees(one: Any, other: Any) -> bool:

@@ -258,21 +258,21 @@ class _Dispatch(Source[_State]):
         A message has the rank's next batch, None at the end or an error, and the random states of the first rank for its
         model-parallel ranks if reading changed them.
         """
-        data_rank, world_size = self._ranks.data_rank, self._ranks.topology.world_size
-        has_followers = data_rank.model_parallel_size > 1
+        data_ranks, world_size = self._ranks.grid.data_ranks, self._ranks.topology.world_size
+        has_followers = self._ranks.data_rank.model_parallel_size > 1
         before = RandomStates.capture() if has_followers else None
         error: Exception | None = None
         items: list[Any] = [None] * world_size
         try:
             if batches := next(steps, None):
-                items = [batches[data_rank.of(rank)] for rank in range(world_size)]
+                items = [batches[data_rank] for data_rank in data_ranks]
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for a message in any case
             error = failure
             text = f"rank 0, which reads for all ranks, failed: {type(failure).__name__}: {failure}"
             items = [DispatchError(text)] * world_size
         after = RandomStates.capture() if has_followers else None
         states = None if before == after else after
-        followers = range(1, data_rank.model_parallel_size)
+        followers = [rank for rank, data_rank in enumerate(data_ranks) if rank and not data_rank]
         return [(item, states if rank in followers else None) for rank, item in enumerate(items)], error
 
     def _group_by_rank(self, progress: EpochProgress, start: _State) -> Iterator[list[_RankBatch]]:

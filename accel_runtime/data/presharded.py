@@ -16,7 +16,7 @@ from accel_runtime.data.sharding import loss_scale
 from accel_runtime.data.source import Source, batch_size_of
 from accel_runtime.data.state import MapStyleState, PreshardedState, StreamState
 from accel_runtime.data.stream_reader import fingerprint_samples
-from accel_runtime.environment.topology import DataRank
+from accel_runtime.environment.topology import RankGrid
 from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
 
 __all__ = [
@@ -81,7 +81,7 @@ class PreshardedSource(Source[PreshardedState]):
         data_rank, fingerprints = self._backend.data_rank, ReadFingerprints(self._backend)
         world_size = data_rank.world_size
         progress.read_states_from(
-            lambda _: PreshardedState(step, world_size, reader.state, at_start, reader.random)
+            lambda _: PreshardedState(step, world_size, data_rank.rank, reader.state, at_start, reader.random)
         )
         counts = count_samples(step, reader)
         padding = padding or self._build_padding_batch(reader, counts)
@@ -120,7 +120,7 @@ class PreshardedSource(Source[PreshardedState]):
     def _choose_count_function(self) -> _CountFunction:
         """Return how to count each rank's samples of a step: from all lengths, or by an exchange in every step."""
         gathered = self._backend.all_gather_numbers(self._epoch_length, "lengths of loaders")
-        lengths = reduce_to_data_ranks(gathered, self._backend.data_rank)
+        lengths = reduce_to_data_ranks(gathered, self._backend.grid)
         self._full_sizes = [size for _, size in lengths]
         if any(count == _UNKNOWN for count, _ in lengths):
             return self._exchange_counts
@@ -136,7 +136,7 @@ class PreshardedSource(Source[PreshardedState]):
             ranks = ", ".join(str(rank) for rank, has_failed in enumerate(failed) if has_failed)
             raise RuntimeError(f"rank {ranks} could not read its data: see the error of that rank")
         reader.check()
-        return reduce_to_data_ranks(counts, self._backend.data_rank)
+        return reduce_to_data_ranks(counts, self._backend.grid)
 
     def _reread_padding_batch(
         self,
@@ -164,9 +164,7 @@ class PreshardedSource(Source[PreshardedState]):
         if all(sizes) or not any(sizes):
             return _PaddingBatch(batch, sizes)
         source = next(rank for rank, size in enumerate(sizes) if size)
-        received = self._backend.broadcast_object(
-            batch, "a batch", source * self._backend.data_rank.model_parallel_size
-        )
+        received = self._backend.broadcast_object(batch, "a batch", self._backend.grid.first_ranks[source])
         return _PaddingBatch(
             batch if sizes[self._backend.data_rank.rank] else received,
             [size or sizes[source] for size in sizes],
@@ -264,16 +262,17 @@ class ModelParallelRanksDifferError(RuntimeError):
     """Different samples on model-parallel ranks, which must read the same. Raised on every rank."""
 
 
-def reduce_to_data_ranks(gathered: list[Any], data_rank: DataRank) -> list[Any]:
+def reduce_to_data_ranks(gathered: list[Any], grid: RankGrid) -> list[Any]:
     """Return one value per data rank; raise ModelParallelRanksDifferError if its model-parallel ranks differ."""
-    if not are_consistent(gathered, data_rank.model_parallel_size):
+    if not are_consistent(gathered, grid):
+        data_rank = grid.data_rank(0)
         raise ModelParallelRanksDifferError(
             f"Model-parallel ranks ({data_rank.model_parallel_size} for each part of the batch) have read different samples (by rank: "
             f'{gathered}). With data="sharded", split the data into {data_rank.world_size} parts, by '
             "accelerator.data_parallel_rank of accelerator.data_parallel_size, not by process. If each process shuffles on "
             "its own, seed it by that rank."
         )
-    return gathered[:: data_rank.model_parallel_size]
+    return [gathered[first] for first in grid.first_ranks]
 
 
 class ReadFingerprints:
@@ -296,9 +295,10 @@ class ReadFingerprints:
                     [self._fingerprint], "fingerprints of batches"
                 )
             ]
-            reduce_to_data_ranks(gathered, self._backend.data_rank)
+            reduce_to_data_ranks(gathered, self._backend.grid)
 
 
-def are_consistent(gathered: list[Any], model_parallel_size: int) -> bool:
-    """Return whether each group of model-parallel ranks gave equal values."""
-    return all(value == gathered[rank - rank % model_parallel_size] for rank, value in enumerate(gathered))
+def are_consistent(gathered: list[Any], grid: RankGrid) -> bool:
+    """Return whether all ranks with the same data-parallel rank gave equal values."""
+    firsts = grid.first_ranks
+    return all(value == gathered[firsts[part]] for part, value in zip(grid.data_ranks, gathered, strict=True))

@@ -164,6 +164,8 @@ class PreshardedState:
     """Number of steps before the next batch."""
     world_size: Annotated[int, ValueRule("at least 1", lambda size: size > 0)] | None = None
     """Number of data ranks that saved the state; None if it is valid for any number."""
+    data_rank: Count | None = None
+    """Data rank that saved the state; None if it is valid for any number."""
     local: MapStyleState | StreamState | None = None
     """State of the rank's own data; None at the start of the first epoch."""
     random_at_start: RandomStates | None = None

@@ -6,11 +6,13 @@ The launcher uses it to reject impossible layouts before it starts processes, an
 from __future__ import annotations
 
 import difflib
-import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from accel_runtime.environment.topology import RankGrid, Role
+
 __all__ = [
+    "DIMENSION_NAMES",
     "FALSE",
     "STYLES",
     "TRUE",
@@ -38,6 +40,15 @@ STYLES = (
     "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
 )  # fmt: skip
 """Styles of modules under tensor parallel, implemented in `accel_runtime.parallel.tensor_parallel`."""
+
+DIMENSION_NAMES: dict[Role, str] = {
+    "data": "dp_replicate",
+    "shard": "dp_shard",
+    "sequence": "cp",
+    "tensor": "tp",
+}
+"""Keys of the profile for the roles that it can give several ranks, which are also the names in torch's device mesh; outermost
+first."""
 
 
 class SettingsError(ValueError):
@@ -98,22 +109,22 @@ class Parallel:
     @property
     def plain(self) -> bool:
         """Return whether models are only replicated."""
-        return self.sizes(None) == (1, 1, 1, 1) and not self.shards
+        return self.dp_replicate * self.cp * self.tp == 1 and not self.shards
 
-    def sizes(self, world_size: int | None) -> tuple[int, int, int, int]:
-        """Return the sizes of `dp_replicate`, `dp_shard`, `cp` and `tp`; by default every process has a replica.
+    def build_grid(self, world_size: int | None) -> RankGrid:
+        """Return the grid of the ranks; by default every process has a replica.
 
-        If `world_size` is None, it is unknown and `auto` counts as 1. Raises SettingsError if the product is not
+        If `world_size` is None, it is unknown and `auto` counts as 1. Raises SettingsError if the product of the sizes is not
         `world_size`.
         """
         others = self.dp_replicate * self.cp * self.tp
         shard = self.dp_shard if self.dp_shard != "auto" else max((world_size or 1) // others, 1)
-        sizes = (self.dp_replicate, shard, self.cp, self.tp)
-        if world_size is None or math.prod(sizes) == world_size:
-            return sizes
-        if not self.shards and others == 1:
-            return (world_size, 1, 1, 1)
-        raise SettingsError(self._format_size_error(others, world_size))
+        replicas = self.dp_replicate
+        if world_size is not None and others * shard != world_size:
+            if self.shards or others > 1:
+                raise SettingsError(self._format_size_error(others, world_size))
+            replicas = world_size
+        return RankGrid((("data", replicas), ("shard", shard), ("sequence", self.cp), ("tensor", self.tp)))
 
     def _format_size_error(self, others: int, world_size: int) -> str:
         sizes = (
@@ -181,14 +192,12 @@ class FullyShard:
         return [name for name in sizes if parallel.tp == 1 or name not in _WITHOUT_SHARDS]
 
 
-def check_layout(
-    parallel: Parallel, options: FullyShard, world_size: int | None
-) -> tuple[int, int, int, int]:
-    """Return the sizes of a layout, after checking that it is possible and every option has an effect.
+def check_layout(parallel: Parallel, options: FullyShard, world_size: int | None) -> RankGrid:
+    """Return the grid of a layout, after checking that it is possible and every option has an effect.
 
-    See `Parallel.sizes`. Raises SettingsError otherwise. `world_size` is None if it is unknown.
+    See `Parallel.build_grid`. Raises SettingsError otherwise. `world_size` is None if it is unknown.
     """
-    sizes = parallel.sizes(world_size)
+    grid = parallel.build_grid(world_size)
     if parallel.tp_plan and parallel.tp == 1:
         raise SettingsError(
             "parallel.tp_plan has no effect with tp: 1, which splits no layer. Set parallel.tp."
@@ -198,14 +207,14 @@ def check_layout(
             f"fully_shard.{idle[0]} has no effect with parallel.dp_shard: 1, which shards nothing. Set parallel.dp_shard: auto, "
             "or leave it out."
         )
-    shards, reshard = sizes[1] * sizes[2], options.reshard_after_forward
+    shards, reshard = grid.size("shard", "sequence"), options.reshard_after_forward
     known = world_size is not None or parallel.dp_shard != "auto"
     if known and reshard not in {True, False} and shards % reshard:
         raise SettingsError(
             f"fully_shard.reshard_after_forward: {reshard} does not divide the {shards} "
             "processes that share the parameters. Use a divisor, true or false."
         )
-    return sizes
+    return grid
 
 
 def _is_transportable(text: str) -> bool:

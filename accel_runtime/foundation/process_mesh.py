@@ -2,116 +2,114 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from accel_runtime.environment.settings import Parallel
-from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.environment.layouts import DIMENSION_NAMES
+from accel_runtime.environment.topology import RankGrid, Role
 
-__all__ = ["DIMENSIONS", "GroupFacts", "MeshSizes", "ProcessMesh"]
-
-
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
-"""The dimensions of the mesh, outermost first; neighbouring ranks differ in the last."""
+__all__ = ["GroupFacts", "ProcessMesh", "build_mesh", "find_group"]
 
 
-@dataclass(frozen=True)
-class MeshSizes:
-    """The number of processes along each dimension."""
+def build_mesh(grid: RankGrid, device: str) -> DeviceMesh:
+    """Return the device mesh of all roles with several ranks; collective at the first call for a grid."""
+    return _build_mesh(device, grid, [(role,) for role in grid.roles] or [("shard",)])
 
-    dp_replicate: int
-    dp_shard: int
-    cp: int
-    tp: int
-    shards: bool
-    """True if parameters are sharded over `dp_shard`, even if its size is 1."""
 
-    @classmethod
-    def of(cls, parallel: Parallel, world_size: int) -> MeshSizes:
-        """Return the sizes for a number of processes."""
-        return cls(*parallel.sizes(world_size), shards=parallel.shards)
+def find_group(grid: RankGrid, device: str, role: Role) -> dist.ProcessGroup:
+    """Return the process group of this rank for a role; collective at the first call for a grid."""
+    world = dist.group.WORLD
+    if grid.size(role) == 1:
+        return world if world is not None and grid.world_size == 1 else _create_group_of_one(world)
+    return build_mesh(grid, device).get_group(_name_dimension(role))
 
-    def data_rank(self, rank: int) -> DataRank:
-        """Return the data rank of a rank."""
-        copies = self.cp * self.tp
-        return DataRank(rank // copies, self.dp_replicate * self.dp_shard, copies, self.cp)
 
-    @property
-    def parameters(self) -> tuple[int, int, int]:
-        """The number of replicas of a parameter shard, of its shards, and of tensor parallel ranks.
+class ProcessMesh:
+    """The device meshes of a sharded model; created by all ranks together.
 
-        Context parallel ranks hold parameters like data parallel ranks.
-        """
-        if self.shards:
-            return self.dp_replicate, self.dp_shard * self.cp, self.tp
-        return self.dp_replicate * self.cp, 1, self.tp
+    Process groups are created with the first mesh that is used.
+
+    Args:
+        grid: The grid of the ranks.
+        device: The kind of their devices.
+        shards: Whether parameters are sharded over the role `shard`, even if that is one rank.
+    """
+
+    def __init__(self, grid: RankGrid, device: str, *, shards: bool) -> None:
+        self.grid, self.shards = grid, shards
+        self._device = device
 
     @property
     def averages(self) -> bool:
         """Return whether gradients are reduced over ranks, or parameters sharded."""
-        return self.shards or self.dp_replicate * self.cp > 1
+        return self.shards or self.grid.size("data", "sequence") > 1
 
     @property
     def description(self) -> str:
         """The dimensions larger than one, as text."""
-        sizes = {name: getattr(self, name) for name in DIMENSIONS}
-        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "dp_shard 1"
+        sizes = [f"{_name_dimension(role)} {self.grid.size(role)}" for role in self.grid.roles]
+        return " x ".join(sizes) or f"{_name_dimension('shard')} 1"
 
+    @property
+    def dimensions(self) -> tuple[tuple[Role, ...], tuple[Role, ...], tuple[Role, ...]]:
+        """The roles of the replicas of a parameter shard, of its shards, and of tensor parallel ranks.
 
-class ProcessMesh:
-    """The processes of a run as device meshes; created by all ranks together.
-
-    Process groups are created with the first mesh that is used.
-    """
-
-    def __init__(self, sizes: MeshSizes, device: torch.device, topology: Topology) -> None:
-        self.sizes = sizes
-        self.data_rank = sizes.data_rank(topology.rank)
-        """The data rank of this process."""
-        self._device = device.type
-
-    @cached_property
-    def full(self) -> DeviceMesh:
-        """The mesh of all dimensions larger than one, named as in `DIMENSIONS`."""
-        sizes = {name: getattr(self.sizes, name) for name in DIMENSIONS}
-        dimensions = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
-        return _init_mesh(dist.group.WORLD, self._device, tuple(dimensions.items()))
+        Context parallel ranks hold parameters like data parallel ranks.
+        """
+        if self.shards:
+            return ("data",), ("shard", "sequence"), ("tensor",)
+        return ("data", "sequence"), ("shard",), ("tensor",)
 
     @cached_property
     def _parameters(self) -> DeviceMesh:
-        """The mesh of `MeshSizes.parameters`; always has `dp_shard`, which `fully_shard` needs."""
-        sizes = dict(zip(("dp_replicate", "dp_shard", "tp"), self.sizes.parameters, strict=True))
-        dimensions = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        return _init_mesh(dist.group.WORLD, self._device, tuple(dimensions.items()))
+        """The mesh of `dimensions`; always has that of the shards, which `fully_shard` needs."""
+        shards = self.dimensions[1]
+        used = [roles for roles in self.dimensions if roles == shards or self.grid.size(*roles) > 1]
+        return _build_mesh(self._device, self.grid, used)
 
     @property
     def shard(self) -> DeviceMesh:
         """The mesh for `fully_shard`: `[shards]`, or `[replicas, shards]`."""
-        copies, _, _ = self.sizes.parameters
-        return self._parameters["dp_replicate", "dp_shard"] if copies > 1 else self._parameters["dp_shard"]
+        replicas, shards, _ = self.dimensions
+        names = [_name_dimension(roles[0]) for roles in (replicas, shards)]
+        return self._parameters[tuple(names)] if self.grid.size(*replicas) > 1 else self._parameters[names[1]]
 
     @property
     def tp(self) -> DeviceMesh | None:
         """The mesh of tensor parallel ranks, or None."""
-        return self._parameters["tp"] if self.sizes.tp > 1 else None
+        return self._parameters[_name_dimension("tensor")] if self.grid.size("tensor") > 1 else None
 
-    @property
-    def cp(self) -> DeviceMesh | None:
-        """The mesh of context parallel ranks, or None."""
-        return self.full["cp"] if self.sizes.cp > 1 else None
+
+def _name_dimension(role: Role) -> str:
+    return DIMENSION_NAMES.get(role, role)
+
+
+def _build_mesh(device: str, grid: RankGrid, dimensions: Sequence[tuple[Role, ...]]) -> DeviceMesh:
+    """Return the mesh whose dimensions are roles of the grid, also combined; each is named by its first role."""
+    names = tuple(_name_dimension(roles[0]) for roles in dimensions)
+    ranks, sizes = grid.arrange(*dimensions)
+    return _create_mesh(dist.group.WORLD, device, names, ranks, sizes)
 
 
 # Process groups are never destroyed, and each has threads, so a second Accelerator of the same layout uses those of the
 # first. The default group is a part of the key, since a new one has other groups.
 @cache
-def _init_mesh(_: object, device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    return init_device_mesh(
-        device, tuple(size for _, size in sizes), mesh_dim_names=tuple(name for name, _ in sizes)
-    )
+def _create_mesh(
+    _: object, device: str, names: tuple[str, ...], ranks: tuple[int, ...], sizes: tuple[int, ...]
+) -> DeviceMesh:
+    return DeviceMesh(device, torch.tensor(ranks, device="cpu").view(sizes), mesh_dim_names=names)
+
+
+@cache
+def _create_group_of_one(_: object) -> dist.ProcessGroup:
+    # Not None, which is the group of all ranks for torch's functions.
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group
 
 
 @dataclass(frozen=True)

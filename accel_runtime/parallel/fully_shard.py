@@ -23,7 +23,7 @@ from accel_runtime.foundation.module_names import named_parameters, script_names
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.precision import FORMATS, name_dtype
-from accel_runtime.foundation.process_mesh import GroupFacts, MeshSizes, ProcessMesh
+from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
 from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat
@@ -87,10 +87,9 @@ class FullyShardStrategy(Strategy):
     def __init__(self, backend: Backend, settings: Settings) -> None:
         super().__init__(backend)
         self.gradients = UnitGradients()
-        topology, device = backend.topology, backend.device
-        check_collective_backend(backend.collective_backend, device, topology.world_size)
-        sizes = MeshSizes.of(settings.parallel, topology.world_size)
-        self.mesh: ProcessMesh = ProcessMesh(sizes, device, topology)
+        device = backend.device
+        check_collective_backend(backend.collective_backend, device, backend.topology.world_size)
+        self.mesh: ProcessMesh = ProcessMesh(backend.grid, device.type, shards=settings.parallel.shards)
         """The device mesh."""
         self._settings = settings
         self._gradient_syncs: WeakKeyDictionary[nn.Module, GradientSync] = WeakKeyDictionary()
@@ -100,7 +99,7 @@ class FullyShardStrategy(Strategy):
     @property
     @override
     def distributed_type(self) -> DistributedType:
-        return DistributedType.FSDP if self.mesh.sizes.shards else super().distributed_type
+        return DistributedType.FSDP if self.mesh.shards else super().distributed_type
 
     @override
     def configure(self, configuration: Any) -> None:
@@ -113,7 +112,7 @@ class FullyShardStrategy(Strategy):
         if ddp_options:
             raise ValueError(
                 f"DistributedDataParallelKwargs({', '.join(ddp_options)}) is not supported for sharded models "
-                f"({self.mesh.sizes.description}). Remove it."
+                f"({self.mesh.description}). Remove it."
             )
 
     @override
@@ -174,7 +173,7 @@ class FullyShardStrategy(Strategy):
 
     def _shard(self, model: nn.Module) -> set[nn.Parameter]:
         """Shard a model in place, with equal values on every process or on the meta device; return the ignored parameters."""
-        options, shards, tp = self._settings.fully_shard, self.mesh.sizes.averages, self.mesh.tp
+        options, shards, tp = self._settings.fully_shard, self.mesh.averages, self.mesh.tp
         units = find_units(model, options.wrap)
         ignored = find_ignored(model, options.ignore) | find_unshardable(model) if shards else set()
         plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
@@ -243,7 +242,7 @@ class FullyShardStrategy(Strategy):
                 modules=known.modules + group.modules,
                 bytes_here=known.bytes_here + group.bytes_here,
             )
-        wrapper = f"{' and '.join(names) or 'none'} ({self.mesh.sizes.description})"
+        wrapper = f"{' and '.join(names) or 'none'} ({self.mesh.description})"
         return ModelLayout(wrapper, tuple(groups.values()))
 
     @override

@@ -351,10 +351,11 @@ def merge_settings(
 
 def build_parallelism_config(parallel: Parallel, world_size: int) -> ParallelismConfig:
     """Return the settings of a run as a configuration in which every size is a number."""
-    dp_replicate, dp_shard, cp, tp = parallel.sizes(world_size)
+    grid = parallel.build_grid(world_size)
+    cp, tp = grid.size("sequence"), grid.size("tensor")
     return ParallelismConfig(
-        dp_replicate_size=dp_replicate,
-        dp_shard_size=dp_shard,
+        dp_replicate_size=grid.size("data"),
+        dp_shard_size=grid.size("shard"),
         tp_size=tp,
         cp_size=cp,
         cp_backend="torch",

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Setting
 from accel_runtime.environment.accelerate.variables import ENGINE_VARIABLES, translate_supported
-from accel_runtime.environment.layouts import FullyShard, Parallel, SettingsError
+from accel_runtime.environment.layouts import DIMENSION_NAMES, FullyShard, Parallel, SettingsError
 from accel_runtime.environment.settings import Settings, find_user_variables, variable_name
 
 __all__ = [
@@ -274,8 +274,8 @@ def _find_sizes(parallel: Parallel, world_size: int | None) -> dict[Setting, str
     """Return the sizes of the mesh; None if they are known only when the processes run."""
     if world_size is None and parallel.dp_shard == "auto":
         return None
-    names = ("parallel.dp_replicate", "parallel.dp_shard", "parallel.cp", "parallel.tp")
-    sizes = dict(zip(names, parallel.sizes(world_size), strict=True))
+    grid = parallel.build_grid(world_size)
+    sizes = {f"parallel.{name}": grid.size(role) for role, name in DIMENSION_NAMES.items()}
     return {setting: str(sizes[setting.profile_key]) for setting in sharding.MESH_SIZES}
 
 

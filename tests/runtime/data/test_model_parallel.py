@@ -29,7 +29,7 @@ from accel_runtime.backends.single import Single
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import sharding_of_loader
-from accel_runtime.environment.topology import DataRank, Topology
+from accel_runtime.environment.topology import RankGrid, Topology
 
 pytestmark = pytest.mark.slow
 
@@ -37,17 +37,19 @@ MODEL_PARALLEL_SIZE = 2
 KINDS = {"a stream": RangeStream, "a map": range}
 
 
-def set_mesh(topology, model_parallel_size=MODEL_PARALLEL_SIZE):
-    """Return the data rank of a rank with this number of model-parallel ranks."""
-    return DataRank(
-        topology.rank // model_parallel_size, topology.world_size // model_parallel_size, model_parallel_size
+def set_grid(backend, model_parallel_size=MODEL_PARALLEL_SIZE):
+    """Set a grid with this number of model-parallel ranks."""
+    topology = backend.topology
+    backend.grid = RankGrid(
+        (("data", topology.world_size // model_parallel_size), ("tensor", model_parallel_size))
     )
+    backend.data_rank = backend.grid.data_rank(topology.rank)
 
 
 def build_backend(model_parallel_size=MODEL_PARALLEL_SIZE):
     """Return a backend whose data-parallel size is smaller than its world size."""
     backend = read_epochs.get_backend()
-    backend.data_rank = set_mesh(backend.topology, model_parallel_size)
+    set_grid(backend, model_parallel_size)
     return backend
 
 
@@ -57,7 +59,7 @@ def build_accelerator(model_parallel_size=MODEL_PARALLEL_SIZE, **options):
 
     def connect(*args):
         backend = real(*args)
-        backend.data_rank = set_mesh(backend.topology, model_parallel_size)
+        set_grid(backend, model_parallel_size)
         return backend
 
     facade.connect = connect

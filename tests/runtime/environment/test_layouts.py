@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime.environment.layouts import (
+    DIMENSION_NAMES,
     STYLES,
     FullyShard,
     Parallel,
@@ -22,41 +23,46 @@ small = st.integers(1, 6)
 shards = small | st.just("auto")
 
 
+def list_sizes(parallel, world):
+    """Return the sizes of `dp_replicate`, `dp_shard`, `cp` and `tp` for a number of processes."""
+    return tuple(parallel.build_grid(world).size(role) for role in DIMENSION_NAMES)
+
+
 @given(small, shards, small, small, st.integers(1, 300))
 def test_sizes_of_a_mesh_multiply_to_the_world_size_or_are_rejected(replicate, shard, tp, cp, world):
     parallel = Parallel(dp_replicate=replicate, dp_shard=shard, tp=tp, cp=cp)
     others = replicate * cp * tp
     fits = world % others == 0 if shard == "auto" else world == others * shard
     if parallel.plain:
-        assert parallel.sizes(world) == (world, 1, 1, 1)
+        assert list_sizes(parallel, world) == (world, 1, 1, 1)
     elif fits:
-        sizes = parallel.sizes(world)
+        sizes = list_sizes(parallel, world)
         assert math.prod(sizes) == world
         assert (sizes[0], *sizes[2:]) == (replicate, cp, tp)
         assert shard in {"auto", sizes[1]}
     else:
         with pytest.raises(SettingsError, match=rf"parallel: .*{world}"):
-            parallel.sizes(world)
+            parallel.build_grid(world)
 
 
 @given(small, small, small, small)
 def test_auto_takes_the_size_that_the_other_dimensions_leave(replicate, shard, tp, cp):
     parallel = Parallel(dp_replicate=replicate, dp_shard="auto", tp=tp, cp=cp)
-    assert parallel.sizes(replicate * shard * cp * tp) == (replicate, shard, cp, tp)
+    assert list_sizes(parallel, replicate * shard * cp * tp) == (replicate, shard, cp, tp)
 
 
 @given(every_parallel)
 def test_only_a_layout_without_sharding_is_plain(parallel):
     sizes = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp)
     assert parallel.plain == (sizes == (1, 1, 1, 1))
-    assert parallel.sizes(None)[0] == parallel.dp_replicate
+    assert list_sizes(parallel, None)[0] == parallel.dp_replicate
 
 
 def test_sharding_on_one_process_is_not_plain():
     alone = Parallel(dp_shard="auto")
     assert alone.shards
     assert not alone.plain
-    assert alone.sizes(1) == (1, 1, 1, 1)
+    assert list_sizes(alone, 1) == (1, 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +76,7 @@ def test_sharding_on_one_process_is_not_plain():
 )
 def test_an_error_suggests_sizes_that_fit(parallel, world, message):
     with pytest.raises(SettingsError) as caught:
-        parallel.sizes(world)
+        parallel.build_grid(world)
     assert message in str(caught.value)
 
 
@@ -120,8 +126,8 @@ def test_an_invalid_reshard_after_forward_is_rejected():
     with pytest.raises(SettingsError, match="reshard_after_forward"):
         FullyShard(reshard_after_forward=-2)
     two = FullyShard(reshard_after_forward=2)
-    assert check_layout(Parallel(dp_shard="auto"), two, 4) == (1, 4, 1, 1)
-    assert check_layout(Parallel(dp_shard="auto"), two, None) == (1, 1, 1, 1)
+    assert check_layout(Parallel(dp_shard="auto"), two, 4).size("shard") == 4
+    assert check_layout(Parallel(dp_shard="auto"), two, None).size("shard") == 1
     with pytest.raises(SettingsError, match="does not divide the 3 processes"):
         check_layout(Parallel(dp_shard=3), two, None)
 

@@ -252,13 +252,9 @@ def test_arguments_override_the_environment():
 def test_a_plugin_alone_shards_over_all_processes():
     run = merge_settings(Settings(), None, Plugin(min_num_params=7))
     assert (run.parallel, run.fully_shard) == (Parallel(dp_shard="auto"), FullyShard(wrap="7"))
-    assert run.parallel.sizes(4) == (1, 4, 1, 1)
-    assert merge_settings(Settings(), ParallelismConfig(dp_replicate_size=2), Plugin()).parallel.sizes(4) == (
-        2,
-        2,
-        1,
-        1,
-    )
+    assert run.parallel.build_grid(4).size("shard") == 4
+    two = merge_settings(Settings(), ParallelismConfig(dp_replicate_size=2), Plugin()).parallel.build_grid(4)
+    assert (two.size("data"), two.size("shard")) == (2, 2)
     assert merge_settings(Settings(), ParallelismConfig(dp_shard_size=2), Plugin()).parallel.dp_shard == 2
 
 

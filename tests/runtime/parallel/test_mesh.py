@@ -2,70 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_runtime import Accelerator, ParallelismConfig
-from accel_runtime.environment.settings import Parallel, SettingsError
-from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.process_mesh import DIMENSIONS, MeshSizes, ProcessMesh
+from accel_runtime.environment.layouts import DIMENSION_NAMES, Parallel
+from accel_runtime.foundation.process_mesh import ProcessMesh, build_mesh
 
 few = st.integers(min_value=1, max_value=4)
 
 
-@given(few, few, few, few)
-def test_neighbouring_ranks_share_a_batch_and_all_batches_have_equally_many_ranks(replicate, shard, cp, tp):
-    world = replicate * shard * cp * tp
-    sizes = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world)
-    data_ranks = [sizes.data_rank(rank) for rank in range(world)]
-    assert [data_rank.rank for data_rank in data_ranks] == [
-        part for part in range(world // (cp * tp)) for _ in range(cp * tp)
-    ]
-    assert {(data_rank.world_size, data_rank.model_parallel_size) for data_rank in data_ranks} <= {
-        (replicate * shard, cp * tp),
-        (world, 1),
-    }
-    assert all(
-        data_ranks[rank].of(other) == data_ranks[other].rank
-        for rank in range(world)
-        for other in range(world)
-    )
+@given(few, few, few, few, st.booleans())
+def test_parameter_dimensions_cover_all_ranks(replicate, shard, cp, tp, shards):
+    grid = Parallel(replicate, shard, tp=tp, cp=cp).build_grid(replicate * shard * cp * tp)
+    dimensions = ProcessMesh(grid, "cpu", shards=shards).dimensions
+    ranks, sizes = grid.arrange(*dimensions)
+    assert sorted(ranks) == list(range(grid.world_size))
+    assert math.prod(sizes) == grid.world_size
 
 
-@given(few, few, few, few)
-def test_parameter_dimensions_cover_all_ranks(replicate, shard, cp, tp):
-    world = replicate * shard * cp * tp
-    replicas, shards, layers = MeshSizes.of(Parallel(replicate, shard, tp=tp, cp=cp), world).parameters
-    assert replicas * shards * layers == world
-
-
-def test_auto_shards_over_the_remaining_ranks():
-    sizes = MeshSizes.of(Parallel(dp_replicate=2, dp_shard="auto", tp=2), 16)
-    assert (sizes.dp_replicate, sizes.dp_shard, sizes.tp) == (2, 4, 2)
-    assert sizes.description == "dp_replicate 2 x dp_shard 4 x tp 2"
-
-
-def test_sizes_that_do_not_match_the_world_size_are_rejected():
-    with pytest.raises(SettingsError, match="6"):
-        MeshSizes.of(Parallel(dp_shard=3, tp=2), 4)
+def test_a_description_names_the_sizes_above_one():
+    grid = Parallel(dp_replicate=2, dp_shard="auto", tp=2).build_grid(16)
+    assert ProcessMesh(grid, "cpu", shards=True).description == "dp_replicate 2 x dp_shard 4 x tp 2"
+    assert ProcessMesh(Parallel().build_grid(1), "cpu", shards=True).description == "dp_shard 1"
 
 
 def build_meshes(**sizes_by_name):
-    accelerator = Accelerator()
-    rank, size = accelerator.process_index, accelerator.num_processes
-    mesh = ProcessMesh(
-        MeshSizes.of(Parallel(**sizes_by_name), size), torch.device("cpu"), Topology(rank, size)
-    )
+    parallel = Parallel(**sizes_by_name)
+    grid = parallel.build_grid(Accelerator().num_processes)
+    mesh = ProcessMesh(grid, "cpu", shards=parallel.shards)
     groups = {
         name: dimension.mesh.tolist()
         for name, dimension in (("shard", mesh.shard), ("tp", mesh.tp))
         if dimension is not None
     }
-    return groups | {"whole": mesh.full.mesh_dim_names}
+    return groups | {"whole": build_mesh(grid, "cpu").mesh_dim_names}
 
 
 def test_the_innermost_dimension_is_tensor_parallel(four):
@@ -90,20 +65,14 @@ def test_context_parallel_ranks_shard_parameters(four):
 
 
 def test_dimension_names_are_those_of_accelerate():
-    assert DIMENSIONS == ("dp_replicate", "dp_shard", "cp", "tp")
+    assert tuple(DIMENSION_NAMES.values()) == ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 def test_equal_layouts_share_process_groups(four):
     def same():
-        accelerator = Accelerator()
-        rank, size = accelerator.process_index, accelerator.num_processes
-        meshes = [
-            ProcessMesh(
-                MeshSizes.of(Parallel(dp_shard=2, tp=2), size), torch.device("cpu"), Topology(rank, size)
-            ).shard
-            for _ in range(2)
-        ]
-        return meshes[0].get_group() is meshes[1].get_group()
+        grid = Parallel(dp_shard=2, tp=2).build_grid(Accelerator().num_processes)
+        groups = {ProcessMesh(grid, "cpu", shards=True).shard.get_group() for _ in range(2)}
+        return groups == {build_mesh(grid, "cpu").get_group("dp_shard")}
 
     assert four.run(same) == [True] * 4
 

@@ -109,7 +109,7 @@ def check_steps(steps_by_rank):
 def drop_local_state(offset):
     """Remove the fields of an offset that differ between ranks if data are split by rank."""
     if isinstance(offset, PreshardedState):
-        return replace(offset, local=None, random_at_start=None, random_of_next=None)
+        return replace(offset, data_rank=None, local=None, random_at_start=None, random_of_next=None)
     return offset
 
 
