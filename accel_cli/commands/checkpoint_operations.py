@@ -269,7 +269,7 @@ def _normalize_target(target: str) -> str:
 
 def require_path(location: str, action: str) -> None:
     """Raise an error if an output or input of another format is a URL."""
-    if is_url(location):
+    if is_url(_normalize_target(location)):
         raise UsageError(f"Cannot {action} {location}: files of other formats are on disk. Give a path.")
 
 

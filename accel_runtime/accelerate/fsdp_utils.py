@@ -186,7 +186,7 @@ def merge_fsdp_weights(
     try:
         if state.is_main_process:
             output = Path(output_path)
-            refuse_url(output, "merge_fsdp_weights")
+            refuse_url(output_path, "merge_fsdp_weights")
             if is_url(checkpoint_dir):
                 _merge_object(normalize_location(checkpoint_dir), output, remove=remove_checkpoint_dir)
             else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["BUCKET_KINDS", "StoreURL", "is_url", "join_location", "normalize_location", "split_url"]
+__all__ = ["URL_SCHEMES", "StoreURL", "is_url", "join_location", "normalize_location", "split_url"]
 
-BUCKET_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
+URL_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """Schemes of URLs, and the kind of service that each one is of: S3, Google Cloud Storage, Azure Blob Storage."""
-_URL = re.compile(rf"({'|'.join(BUCKET_KINDS)}):/+(.*)", re.DOTALL)
+_URL = re.compile(rf"({'|'.join(URL_SCHEMES)}):/+(.*)", re.DOTALL)
+_OTHER_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+"""Beginning of a URL with any scheme, also as a `Path`; a drive has one letter."""
 
 
 class StoreURL(str):
@@ -37,18 +39,30 @@ class StoreURL(str):
 
 
 def is_url(location: str | os.PathLike[str]) -> bool:
-    """Return whether a location is in an object store."""
-    return _URL.fullmatch(os.fspath(location)) is not None
+    """Return whether a location is in an object store.
+
+    Raises:
+        ValueError: It is a URL with another scheme, which would be the name of a directory.
+    """
+    text = os.fspath(location)
+    if _URL.fullmatch(text):
+        return True
+    if other := _OTHER_URL.match(text):
+        raise ValueError(
+            f"Invalid location {text!r}: {other[1]}:// is not a known scheme. Pass a directory, or a URL that begins with "
+            f"{', '.join(f'{scheme}://' for scheme in URL_SCHEMES)}."
+        )
+    return False
 
 
 def normalize_location(location: str | os.PathLike[str]) -> str:
     """Return an absolute path, or the URL without superfluous slashes: `Path("s3://bucket")` has lost one.
 
     Raises:
-        ValueError: A URL has no bucket.
+        ValueError: A URL has no bucket, or a scheme that is not known.
     """
     text = os.fspath(location)
-    match = _URL.fullmatch(text)
+    match = _URL.fullmatch(text) if is_url(text) else None
     if match is None:
         return os.path.abspath(text)  # noqa: PTH100 - Path.absolute() keeps `..`
     names = [name for name in match[2].split("/") if name]

@@ -165,7 +165,8 @@ class ProjectConfiguration(Configuration):
     """Directories of a project, and the names and number of its checkpoints.
 
     Raises:
-        ValueError: If the limit or `store_every` is below 1, a number is negative, or there is a `node_dir` and names are not automatic.
+        ValueError: If the limit or `store_every` is below 1, a number is negative, there is a `node_dir` and names are not automatic, or
+            a URL has a scheme that is not known.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -205,6 +206,8 @@ class ProjectConfiguration(Configuration):
             raise ValueError(f"Invalid total_limit {self.total_limit}: expected at least 1, or None.")
         if self.iteration < 0:
             raise ValueError(f"Invalid iteration {self.iteration}: expected at least 0.")
+        if self.project_dir is not None:
+            normalize_location(self.project_dir)
         if self.logging_dir is not None and is_url(self.logging_dir):
             raise ValueError(
                 f"Invalid logging_dir {os.fspath(self.logging_dir)!r}: trackers write files. Pass a local directory."

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from accel_runtime.environment.locations import BUCKET_KINDS, is_url, normalize_location
+from accel_runtime.environment.locations import URL_SCHEMES, is_url, normalize_location
 from accel_runtime.environment.registry import Registry
 from accel_runtime.storage.errors import AllGatherObjects, CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
@@ -52,7 +52,7 @@ REMOTE_STORES: Registry[RemoteStore] = Registry(
     },
     error=RequestError,
 )
-"""The stores of URLs by the kind of their service, one of `BUCKET_KINDS`."""
+"""The stores of URLs by the kind of their service, one of `URL_SCHEMES`."""
 
 
 def find_remote_store(url: str) -> RemoteStore:
@@ -66,14 +66,14 @@ def find_remote_store(url: str) -> RemoteStore:
 
 
 def _find_kind(url: str) -> str:
-    return BUCKET_KINDS[url.partition(":")[0]]
+    return URL_SCHEMES[url.partition(":")[0]]
 
 
 def locate_file(location: str | os.PathLike[str]) -> SourceFile:
     """Return the file or directory at a path or URL."""
-    if not is_url(location):
-        return DiskFile(Path(location))
     try:
+        if not is_url(location):
+            return DiskFile(Path(location))
         url = normalize_location(location)
     except ValueError as error:
         raise CheckpointError(str(error)) from None

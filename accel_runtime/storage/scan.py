@@ -90,9 +90,9 @@ def scan_location(location: str, store: Store) -> CheckpointScan:
         RequestError: If there is nothing at a path, or no checkpoint at a URL.
         CheckpointError: If the store fails.
     """
-    if not is_url(location):
-        return _scan_directory(Path(location))
     try:
+        if not is_url(location):
+            return _scan_directory(Path(location))
         url = normalize_location(location)
     except ValueError as error:
         raise RequestError(str(error)) from None

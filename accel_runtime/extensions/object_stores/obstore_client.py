@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from accel_runtime.environment.installation import format_install
-from accel_runtime.environment.locations import BUCKET_KINDS, split_url
+from accel_runtime.environment.locations import URL_SCHEMES, split_url
 from accel_runtime.extensions.object_stores.client import (
     ConditionError,
     Level,
@@ -362,7 +362,7 @@ class Proxy:
 
 def find_proxy(bucket: str, environ: Mapping[str, str]) -> Proxy | None:
     """Return the proxy that the environment sets for the service of a bucket; None without one."""
-    kind = BUCKET_KINDS[bucket.partition(":")[0]]
+    kind = URL_SCHEMES[bucket.partition(":")[0]]
     endpoints = (environ.get(name) for name in _ENDPOINTS if name.startswith(_ENDPOINT_PREFIXES[kind]))
     endpoint = urlsplit(next(filter(None, endpoints), f"https://{_HOSTS[kind]}"))
     host = endpoint.hostname or ""
@@ -491,7 +491,7 @@ class CallFailure:
         if self.code in {"NoSuchBucket", "ContainerNotFound"} or self._status == HTTPStatus.NOT_FOUND:
             return f"Create {bucket}, or correct the URL."
         if self.is_of_credentials:
-            source = _CREDENTIALS[BUCKET_KINDS[bucket.partition(":")[0]]]
+            source = _CREDENTIALS[URL_SCHEMES[bucket.partition(":")[0]]]
             if self.code == "NoCredentials":
                 return f"Set {source}."
             return f"Renew the credentials, or allow them to list, read, write and delete there: {source}."

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_runtime.environment.locations import StoreURL, is_url, join_location, normalize_location, split_url
+from accel_runtime.environment.locations import (
+    URL_SCHEMES,
+    StoreURL,
+    is_url,
+    join_location,
+    normalize_location,
+    split_url,
+)
 from accel_runtime.foundation.options import ProjectConfiguration
 
 NAMES = st.text("abc-_.0 #%", min_size=1, max_size=5).filter(lambda name: name not in {".", ".."})
@@ -41,10 +48,25 @@ def test_the_url_of_a_store_has_the_parts_of_a_path_and_equals_its_text():
     assert (type(copied), copied) == (StoreURL, url)
 
 
-@pytest.mark.parametrize("text", ["runs/1", "/s3/bucket", "s3", "ftp://host/x", "C:/x", "s3:x"])
+@pytest.mark.parametrize("text", ["runs/1", "/s3/bucket", "s3", "./ftp://host/x", "C:/x", "s3:x", "a b://x"])
 def test_other_texts_are_paths(text):
     assert not is_url(text)
     assert normalize_location(text) == str(Path.cwd() / text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s4://bucket/x", "S3://bucket/x", "hdfs://host/x", "file:///tmp/x", "ftp://host/x", "https://host/x"],
+)
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize(
+    "use", [is_url, normalize_location, lambda text: ProjectConfiguration(project_dir=text)]
+)
+def test_a_url_with_another_scheme_is_refused_with_the_known_ones(use, kind, text):
+    scheme = text.partition(":")[0]
+    with pytest.raises(ValueError, match=rf"{scheme}:// is not a known scheme\.") as caught:
+        use(kind(text))
+    assert all(f"{scheme}://" in str(caught.value) for scheme in URL_SCHEMES)
 
 
 @pytest.mark.parametrize("text", ["s3://", "s3:///", "gs://bucket/../other", "az://bucket/."])
