@@ -6,11 +6,12 @@ import os
 
 import pytest
 import torch
+from support.runs.sharded_runs import sum_in_group
 
 from accel_runtime.backends import connect
 from accel_runtime.collectives.handshake import PAYLOAD, build_writer, call_at_site
 from accel_runtime.environment.settings import Settings
-from accel_runtime.environment.topology import Topology
+from accel_runtime.environment.topology import ROLES, Topology
 
 
 def connect_backend():
@@ -61,6 +62,20 @@ def test_all_reduce_reduces_every_element_over_the_ranks(ranks, reduction, of):
     expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * of([rank + 1 for rank in range(ranks.size)])
     for total in ranks.run(reduced, reduction):
         torch.testing.assert_close(total, expected)
+
+
+def test_there_is_a_group_of_ranks_for_each_role(ranks):
+    def sums():
+        b = connect_backend()
+        assert b.grid.world_size == b.topology.world_size
+        assert b.data_rank == b.grid.data_rank(b.topology.rank)
+        assert b.mesh is None or b.mesh.size() == b.topology.world_size
+        return {role: sum_in_group(b, role) for role in ROLES}
+
+    everyone = list(range(ranks.size))
+    for rank, groups in enumerate(ranks.run(sums)):
+        assert groups.pop("data") == (everyone, sum(number + 1 for number in everyone))
+        assert groups == dict.fromkeys(groups, ([rank], rank + 1.0))
 
 
 def test_broadcast_overwrites_the_tensors_of_other_ranks(ranks):

@@ -9,6 +9,8 @@ import torch
 from support.models import UnevenTiedNet
 
 from accel_runtime import Accelerator
+from accel_runtime.environment.layouts import Parallel
+from accel_runtime.environment.topology import RankGrid
 
 
 def build_model(seed=1, kind=UnevenTiedNet):
@@ -41,6 +43,35 @@ def build_accelerator(sizes, options=None, **arguments):
     settings |= {f"fully_shard_{name}": value for name, value in (options or {}).items()}
     with set_settings(settings):
         return Accelerator(**arguments)
+
+
+@contextmanager
+def arrange_ranks(roles):
+    """Number the ranks in another order of roles inside this context, outermost first."""
+    build = Parallel.build_grid
+
+    def build_grid(parallel, world_size):
+        grid = build(parallel, world_size)
+        return RankGrid(tuple((role, grid.size(role)) for role in roles))
+
+    Parallel.build_grid = build_grid
+    try:
+        yield
+    finally:
+        Parallel.build_grid = build
+
+
+def sum_in_group(backend, role):
+    """Return the ranks of the group of a role, and the sum of their numbers from 1."""
+    value = torch.tensor([backend.topology.rank + 1.0], device=backend.device)
+    group, ranks = backend.get_group(role), list(backend.grid.ranks_of(backend.topology.rank, role))
+    if group is not None:
+        assert torch.distributed.get_process_group_ranks(group) == ranks
+        torch.distributed.all_reduce(value, group=group)
+    elif len(ranks) > 1:
+        assert len(ranks) == backend.topology.world_size
+        value = backend.all_reduce(value, "sum")
+    return ranks, value.item()
 
 
 def to_full(value):
