@@ -58,7 +58,7 @@ from accel_runtime.storage.manifest import (
     rank_tensor_name,
 )
 from accel_runtime.storage.schema import FieldError, read_value
-from accel_runtime.storage.state_tree import KEY
+from accel_runtime.storage.state_tree import KEY, list_tensor_names
 from accel_runtime.storage.store import Snapshot, Store, find_previous_checkpoint, parallel_map, split_key
 from accel_runtime.storage.verification import find_damage, select_rank_files
 
@@ -398,6 +398,7 @@ class StateReader:
         self._snapshot, self._items, self._local_world_size = snapshot, items, local_world_size
         self._key, self._manifest = snapshot.checkpoint.key, manifest or snapshot.checkpoint.manifest
         self._rank, self._world_size = rank, world_size
+        self._partial = {item.name: item for item in items if item.is_partial}
         saved_copies = (
             read_model_parallel_size(self._encoded("accumulation", next(iter(self._manifest.ranks), 0)))
             if "accumulation" in self._manifest.items
@@ -570,9 +571,13 @@ class StateReader:
 
     def _encoded(self, item: str, rank: int) -> Any:
         own = self._manifest.values_by_rank.get(item)
-        if own is None:
-            return self._manifest.values[item]
-        return own[rank] if rank < len(own) else own[0]
+        encoded = self._manifest.values[item] if own is None else own[rank] if rank < len(own) else own[0]
+        if item not in self._partial:
+            return encoded
+        try:
+            return self._partial[item].select_part(encoded)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self._key}: the state of {item} is invalid: {error}") from error
 
     def _entries(self, item: str, rank: int) -> dict[str, TensorEntry]:
         return {
@@ -581,10 +586,14 @@ class StateReader:
 
     def _tensor_names(self, item: str, rank: int) -> dict[str, str]:
         """Return the names in the manifest of the tensors of an item on a rank, by their names in the tree."""
+        # Not what other ranks hold.
+        needed = list_tensor_names(self._encoded(item, rank)) if item in self._partial else None
         rank = rank if rank < self._manifest.world_size else 0
         names = {}
         for stored in self._manifest.tensors_of(item):
             name, _, owner = stored.rpartition("#") if "#" in stored else (stored, "", "")
+            if needed is not None and name not in needed:
+                continue
             if not owner or stored == rank_tensor_name(name, rank):
                 names[name] = stored
         return names

@@ -30,6 +30,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.checkpoint.background import StagingBuffers
 from accel_runtime.checkpoint.save_plan import (
     FileSet,
+    HeldTensor,
     ItemDigest,
     PlannedFile,
     ShardSet,
@@ -38,6 +39,7 @@ from accel_runtime.checkpoint.save_plan import (
     TensorShard,
     check_same_items,
     describe_layout,
+    find_held,
     find_rank_specific,
     group_shards,
     merge_tensors,
@@ -140,6 +142,8 @@ class RankState:
     """Files with the shards of each kind."""
     class_names: dict[str, str] = field(default_factory=dict)
     """Class name of each item that has one."""
+    partial: dict[str, StateItem] = field(default_factory=dict)
+    """Items of which ranks have different parts."""
     weights: WeightDigests | None = None
     """Hashes of the weights that `ReplicaCheck` compares."""
 
@@ -168,6 +172,8 @@ class SavePlan:
     """Size of the tensors of the checkpoint."""
     differing_values: frozenset[str]
     """Items whose JSON differs between ranks."""
+    joined_values: frozenset[str]
+    """Those of them that the checkpoint has as one: ranks have different parts."""
 
 
 class SaveOperation:
@@ -280,6 +286,7 @@ class SaveOperation:
         for item in items:
             state.values[item.name], tensors = serialize(self._to_host(item.tree()), item.name)
             state.tensors |= tensors
+        state.partial = {item.name: item for item in items if item.is_partial}
         state.class_names = {item.name: item.class_name for item in items if item.class_name}
         state.shards = group_shards(state.tensors)
         if self._group.size == 1:
@@ -311,14 +318,31 @@ class SaveOperation:
         is_drifted = len(weights) > 1 and None not in weights
         holders = self._ranks
         differing: dict[int, list[TensorShard]] = {}
+        held: dict[str, HeldTensor] = {}
         if self._group.size > 1 and (items or is_drifted or not self._shared):
             names = self._state.list_tensors(items)
             has_layouts = bool(find_differing(lambda item: item.layout))
             details = self._exchange_details(names, send_parts=has_layouts, send_weights=is_drifted)
             holders = tuple(rank for rank in self._ranks if details[rank].sees_draft)
             with self._abort_on_error():
-                differing = find_rank_specific(self._state.list_parts(names), details)
-        return self._build_plan(digests, find_differing(lambda item: item.values), holders, differing)
+                parts = self._state.list_parts(names)
+                held = find_held(parts, details, self._state.partial)
+                differing = find_rank_specific(parts, details, held)
+                self._check_held(held, holders)
+        return self._build_plan(digests, find_differing(lambda item: item.values), holders, differing, held)
+
+    def _check_held(self, held: Mapping[str, HeldTensor], writers: Sequence[int]) -> None:
+        """Raise `CheckpointError` if no holder of a tensor writes into this checkpoint."""
+        if held and self._is_node_part:
+            raise CheckpointError(
+                f"Cannot save {next(iter(held))} on the disks of nodes: not all ranks hold it. Leave out node_dir."
+            )
+        for name, tensor in held.items():
+            if not set(tensor.ranks) & set(writers):
+                raise CheckpointError(
+                    f"Cannot save {name}: only ranks hold it whose nodes do not see the checkpoint's directory "
+                    f"({', '.join(map(str, tensor.ranks))}). Use a directory that all nodes share."
+                )
 
     def _exchange_details(
         self, names: Sequence[str], *, send_parts: bool, send_weights: bool
@@ -347,11 +371,12 @@ class SaveOperation:
         differing_values: frozenset[str],
         holders: Sequence[int],
         rank_specific: Mapping[int, Sequence[TensorShard]],
+        held: Mapping[str, HeldTensor],
     ) -> SavePlan:
         """Plan the files of this rank, and count those of all."""
         rank, tensors = self._group.rank, self._state.tensors
         differing = {part.name for parts in rank_specific.values() for part in parts}
-        common = [name for name in tensors if name not in differing]
+        common = [name for name in tensors if name not in differing and name not in held]
         replicated = self._state.list_parts(sorted(n for n in common if not is_sharded(tensors[n])))
         rank_specific = {number: parts for number, parts in rank_specific.items() if number in self._ranks}
         sets = [FileSet.from_files(holders, split_replicated_parts(replicated, len(holders)))]
@@ -361,6 +386,13 @@ class SaveOperation:
                 replicas.setdefault(shards, []).append(number)
         for shards, ranks in replicas.items():
             sets.append(FileSet(tuple(ranks), dict(shards.num_files), self._state.shards.get(shards, ())))
+        by_holders: dict[tuple[int, ...], list[TensorShard]] = {}
+        for tensor in held.values():
+            if not tensor.is_sharded:
+                writers = tuple(number for number in tensor.ranks if number in holders)
+                by_holders.setdefault(writers, []).append(tensor.part)
+        for writers, whole in by_holders.items():
+            sets.append(FileSet.from_files(writers, split_replicated_parts(whole, len(writers))))
         of_ranks, small = [], list[TensorShard]()
         for number, parts in rank_specific.items():
             named = [replace(part, name=rank_tensor_name(part.name, number)) for part in parts]
@@ -389,9 +421,11 @@ class SaveOperation:
             files,
             tuple(small_files),
             file_names,
-            (*common, *(part.name for part in of_ranks)),
-            sum(tensors[name].nbytes for name in common) + sum(part.bytes for part in of_ranks),
+            (*common, *held, *(part.name for part in of_ranks)),
+            sum(tensors[name].nbytes for name in common)
+            + sum(part.bytes for part in (*of_ranks, *(tensor.part for tensor in held.values()))),
             differing_values,
+            differing_values & self._state.partial.keys(),
         )
 
     def stage(self, staging: StagingBuffers) -> None:
@@ -469,6 +503,10 @@ class SaveOperation:
     def _commit(self, reports: Mapping[int, WriteReport]) -> Manifest:
         """Write the small tensors of all ranks, and commit the draft; on the first rank that writes it."""
         written = list(reports.values())
+        joined = {
+            name: self._state.partial[name].join_parts([each.values[name] for each in written])
+            for name in sorted(self.plan.joined_values)
+        }
         self._sources = {name: tensor for each in written for name, tensor in each.small.items()}
         small = self._put_files(self.plan.small_files)
         tensors = merge_tensors(
@@ -481,13 +519,14 @@ class SaveOperation:
             world_size=self._group.size,
             step=self._num_steps,
             versions={"accel": __version__, "torch": str(torch.__version__)},
-            values={name: value for name, value in self._state.values.items() if name not in differing},
+            values={name: value for name, value in self._state.values.items() if name not in differing}
+            | joined,
             values_by_rank={
                 name: [
                     reports[rank].values[name] if rank in reports else None
                     for rank in range(self._group.size)
                 ]
-                for name in sorted(differing)
+                for name in sorted(differing - joined.keys())
             },
             tensors=tensors,
             files={name: file for each in written for name, file in each.files.items()} | self._files,

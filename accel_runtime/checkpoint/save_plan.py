@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from accel_runtime.storage.tensor_file import shard_file_name
 
 __all__ = [
     "FileSet",
+    "HeldTensor",
     "ItemDigest",
     "PlannedFile",
     "ShardSet",
@@ -31,6 +32,7 @@ __all__ = [
     "TensorShard",
     "check_same_items",
     "describe_layout",
+    "find_held",
     "find_rank_specific",
     "group_shards",
     "merge_tensors",
@@ -305,10 +307,46 @@ def check_same_items(digests: Sequence[StateDigest]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor that some ranks hold."""
+
+    part: TensorShard
+    """The tensor, or the shard of it that the first of these ranks has."""
+    ranks: tuple[int, ...]
+    """These ranks."""
+    is_sharded: bool
+    """Whether each of them has a shard, and writes it."""
+
+
+def find_held(
+    own: Sequence[TensorShard], details: Sequence[TensorHashes], items: Collection[str]
+) -> dict[str, HeldTensor]:
+    """Return the tensors of partial items that not all ranks have, by name."""
+    found: dict[str, list[tuple[int, TensorShard, int | None]]] = {}
+    for rank, each in enumerate(details):
+        for part, value in zip(each.parts or own, each.hashes, strict=True):
+            if item_of_tensor(part.name) in items:
+                found.setdefault(part.name, []).append((rank, part, value))
+    held = {}
+    for name, holders in sorted(found.items()):
+        ranks = tuple(rank for rank, _, _ in holders)
+        hashes = {value for _, _, value in holders}
+        if len(ranks) == len(details):
+            continue
+        if len(hashes) > 1:
+            raise CheckpointError(
+                f"Cannot save {name}: ranks {', '.join(map(str, ranks))} hold it with different values. Make them equal, or "
+                "register what differs between ranks as an object of its own."
+            )
+        held[name] = HeldTensor(holders[0][1], ranks, None in hashes)
+    return held
+
+
 def find_rank_specific(
-    own: Sequence[TensorShard], details: Sequence[TensorHashes]
+    own: Sequence[TensorShard], details: Sequence[TensorHashes], held: Collection[str]
 ) -> dict[int, list[TensorShard]]:
-    """Return the tensors of each rank that differ between ranks, or that some ranks do not have."""
+    """Return the tensors of each rank that differ between ranks, or that some ranks do not have, without those of `find_held`."""
     ranks = [
         {part.name: (part, value) for part, value in zip(each.parts or own, each.hashes, strict=True)}
         for each in details
@@ -316,7 +354,7 @@ def find_rank_specific(
     first = ranks[0]
     differing = {
         name
-        for name in set().union(*ranks)
+        for name in set().union(*ranks).difference(held)
         if any(name not in tensors or tensors[name][1] != first[name][1] for tensors in ranks)
     }
     for rank, tensors in enumerate(ranks):

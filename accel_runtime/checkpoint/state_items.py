@@ -44,6 +44,8 @@ class StateItem(ABC):
     """Whether another number of processes saved the state that is restored."""
     is_optional = True
     """Whether a checkpoint of another program may be without it."""
+    is_partial = False
+    """Whether each rank has a part of the state, and a checkpoint has all parts as one: ranks hold different parameters."""
     merge_needs_all_ranks = False
     """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
     schema: ClassVar[Any] = Any
@@ -79,6 +81,14 @@ class StateItem(ABC):
 
     def reset(self) -> None:  # noqa: B027 - what others do
         """Return to a state that fits any other items, if a checkpoint of another program does not have this one."""
+
+    def join_parts(self, parts: Sequence[Any]) -> Any:
+        """Return the serialized state of all ranks, given that of each, if this `is_partial`."""
+        return parts[0]
+
+    def select_part(self, encoded: Any) -> Any:
+        """Return what this rank holds of a serialized state."""
+        return encoded
 
     def merge_ranks(self, trees: Sequence[Any], rank: int, world_size: int) -> Any:  # noqa: ARG002
         """Return the state of this rank after a change of ranks, from those of all saved ranks (see `merge_needs_all_ranks`)."""
@@ -200,13 +210,13 @@ class ModelItem(StateItem):
     """Parameters and buffers of a model, read into the live ones.
 
     `state` replaces the model's own if hooks have changed it; without `strict`, what fits is restored; `memory`
-    materializes a model on the meta device.
+    materializes a model on the meta device; `elsewhere` are names that other ranks hold, None if all ranks hold all.
     """
 
     schema = Mapping[str, Any]
     is_optional = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the last three are named
         self,
         name: str,
         model: nn.Module,
@@ -214,8 +224,10 @@ class ModelItem(StateItem):
         *,
         strict: bool = True,
         memory: MetaModels | None = None,
+        elsewhere: frozenset[str] | None = None,
     ) -> None:
         super().__init__(name)
+        self.is_partial, self._elsewhere = elsewhere is not None, elsewhere or frozenset()
         self._model, self._strict, self._memory = model, strict, memory
         self._state = module_names.state_dict(model) if state is None else state
 
@@ -229,6 +241,14 @@ class ModelItem(StateItem):
     @override
     def tree(self) -> Any:
         return dict(self._state)
+
+    @override
+    def join_parts(self, parts: Sequence[Any]) -> Any:
+        return _join_dicts(parts, self.name)
+
+    @override
+    def select_part(self, encoded: Any) -> Any:
+        return {name: value for name, value in encoded.items() if name not in self._elsewhere}
 
     @override
     def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -287,15 +307,23 @@ class _OptimizerState:
 
 
 class OptimizerItem(StateItem):
-    """Groups and state of an optimizer by parameter name, with the parameters that no prepared model contains."""
+    """Groups and state of an optimizer by parameter name, with the parameters that no prepared model contains.
+
+    `elsewhere` are the names of parameters that other ranks hold, None if all ranks hold all.
+    """
 
     schema = _OptimizerState
     is_optional = False
 
     def __init__(
-        self, name: str, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+        self,
+        name: str,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        elsewhere: frozenset[str] | None = None,
     ) -> None:
         super().__init__(name)
+        self.is_partial, self._elsewhere = elsewhere is not None, elsewhere or frozenset()
         self._optimizer = optimizer
         self._names = names
 
@@ -326,6 +354,34 @@ class OptimizerItem(StateItem):
             "extra": extra,
             **({"parameters": unowned} if (unowned := self._unowned_parameters()) else {}),
         }
+
+    @override
+    def join_parts(self, parts: Sequence[Any]) -> Any:
+        groups = []
+        for index, group in enumerate(parts[0]["groups"]):
+            of_ranks = [part["groups"][index : index + 1] for part in parts]
+            options = [{**each, "params": []} for found in of_ranks for each in found]
+            if len(options) < len(parts) or any(each != options[0] for each in options):
+                raise CheckpointError(
+                    f"Cannot save {self.name}: group {index} has different options on the ranks. Use the same on every rank."
+                )
+            names = dict.fromkeys(name for found in of_ranks for each in found for name in each["params"])
+            groups.append({**group, "params": list(names)})
+        return {
+            key: groups if key == "groups" else _join_dicts([part.get(key, {}) for part in parts], self.name)
+            for key in dict.fromkeys(key for part in parts for key in part)
+        }
+
+    @override
+    def select_part(self, encoded: Any) -> Any:
+        if "groups" not in encoded:
+            return encoded
+        groups = [
+            {**group, "params": [name for name in group["params"] if name not in self._elsewhere]}
+            for group in encoded["groups"]
+        ]
+        state = {name: value for name, value in encoded["state"].items() if name not in self._elsewhere}
+        return {**encoded, "groups": groups, "state": state}
 
     @override
     def find_mismatches(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> list[str]:
@@ -451,6 +507,19 @@ class OptimizerItem(StateItem):
 def _are_different(saved: str, live: str, module: ModuleType) -> bool:
     """Return whether two names are those of different classes of torch; classes of scripts may be renamed, or derived from them."""
     return saved != live and all(isinstance(getattr(module, name, None), type) for name in (saved, live))
+
+
+def _join_dicts(parts: Sequence[Any], item: str) -> Any:
+    """Return the values of all ranks by name; those of a name differ only in which tensor of equal values they refer to."""
+    joined: Any = {}
+    for part in parts:
+        for name, value in part.items():
+            known = joined.setdefault(name, value)
+            if known != value and not (tensor_name_of(known) and tensor_name_of(value)):
+                raise CheckpointError(
+                    f"Cannot save {item}: {name} differs between the ranks that hold it. Use the same value on every rank."
+                )
+    return joined
 
 
 def _list_options(groups: Iterable[Iterable[str]]) -> set[str]:

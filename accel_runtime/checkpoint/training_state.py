@@ -116,6 +116,10 @@ class TrainingState:
         """
         groups = [[group["params"] for group in optimizer.param_groups] for optimizer in self.view.optimizers]
         names = name_parameters(self.view.models, groups)
+        elsewhere = self.view.list_held_elsewhere(self.backend.topology.rank)
+        parameters = frozenset(
+            f"{numbered_name('model', index)}.{name}" for index, held in enumerate(elsewhere) for name in held
+        )
         items: list[StateItem] = [ReplicaItem(self.strategy, () if self.one_rank else self.models)]
         items += [
             ModelItem(
@@ -124,12 +128,15 @@ class TrainingState:
                 None if states is None else states[index],
                 strict=strict,
                 memory=self.memory,
+                elsewhere=elsewhere[index] if self.view.holders else None,
             )
             for index, model in enumerate(self.view.models)
             if index not in without and (states is None or index in states)
         ]
         items += [
-            OptimizerItem(numbered_name("optimizer", index), optimizer, names)
+            OptimizerItem(
+                numbered_name("optimizer", index), optimizer, names, parameters if self.view.holders else None
+            )
             for index, optimizer in enumerate(self.view.optimizers)
         ]
         items += [
@@ -144,7 +151,12 @@ class TrainingState:
         if scaler is not None:
             items.append(StatefulItem("scaler", scaler))
         items += [
-            AccumulationItem(self.accumulation, self.gradients, self.backend.data_rank.model_parallel_size),
+            AccumulationItem(
+                self.accumulation,
+                self.gradients,
+                self.backend.data_rank.model_parallel_size,
+                is_held_apart=bool(self.view.holders),
+            ),
             StepCountItem(self.optimizers),
         ]
         items.append(RNGItem(self.backend, one_rank=self.one_rank))
@@ -212,6 +224,8 @@ class AccumulationState:
     """Parameters of sharded models whose gradients are averaged over the ranks."""
     unreduced: Mapping[str, Gradient] = field(default_factory=dict)
     """Gradients that sharded models have not reduced yet, by parameter."""
+    is_held_apart: bool = False
+    """Whether ranks hold different parameters."""
 
 
 class AccumulationItem(RecordItem[AccumulationState]):
@@ -220,14 +234,23 @@ class AccumulationItem(RecordItem[AccumulationState]):
     schema = AccumulationState
     merge_needs_all_ranks = True
 
-    def __init__(self, accumulation: Accumulation, gradients: Gradients, model_parallel_size: int) -> None:
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        gradients: Gradients,
+        model_parallel_size: int,
+        *,
+        is_held_apart: bool = False,
+    ) -> None:
         super().__init__("accumulation")
+        self._is_held_apart = is_held_apart
         self._accumulation, self._gradients = accumulation, gradients
         self._model_parallel_size = model_parallel_size
 
     @override
     def capture(self) -> AccumulationState:
-        return capture_accumulation(self._accumulation, self._gradients, self._model_parallel_size)
+        state = capture_accumulation(self._accumulation, self._gradients, self._model_parallel_size)
+        return replace(state, is_held_apart=True) if self._is_held_apart else state
 
     @override
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -412,6 +435,11 @@ def merge_accumulation(
     ranks keeps every weight once; weights that are not divided by yet are distributed, so that their sum over
     the ranks stays the same.
     """
+    if any(state.is_held_apart and (state.gradients or state.unreduced) for state in states):
+        raise CheckpointError(
+            "accumulation: the checkpoint was saved within an accumulation cycle by ranks that hold different parameters. Use as many "
+            "ranks as before the save, or save at the end of a cycle."
+        )
     saved_size = states[0].model_parallel_size
     if any(state.weights for state in states) and saved_size != model_parallel_size:
         raise CheckpointError(

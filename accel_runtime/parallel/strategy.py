@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -134,10 +134,25 @@ class StateView:
     Args:
         models: Modules with the structure and the names of the script's.
         optimizers: Optimizers over the parameters of `models`.
+        holders: For each model, the ranks that hold a parameter or buffer, by its name in the state dict of the whole model, equal on
+            all ranks; names that are left out are held by all. A checkpoint has each of them once, under its plain name, and each
+            rank loads its own. Needed only if the models of ranks have different parameters: the stages of a pipeline, experts.
     """
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.models, self.optimizers = models, optimizers
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        holders: Sequence[Mapping[str, Collection[int]]] = (),
+    ) -> None:
+        self.models, self.optimizers, self.holders = models, optimizers, holders
+
+    def list_held_elsewhere(self, rank: int) -> list[frozenset[str]]:
+        """Return the names of each model that other ranks hold, and not this one."""
+        held = [
+            frozenset(name for name, ranks in names.items() if rank not in ranks) for names in self.holders
+        ]
+        return held or [frozenset()] * len(self.models)
 
     def write_back(self) -> None:
         """Apply changes of the tensors and of the options of optimizers to the run; collective."""
