@@ -78,6 +78,15 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "end of a run in progress sinks",
+        "accel_cli.runs.sink_threads:ProgressSinks.close",
+        skip_call("_end"),
+        (
+            "tests/cli/runs/test_progress_sinks_contract.py::test_a_sink_shows_the_progress_and_the_end_of_a_run",
+            "tests/cli/runs/test_progress_sinks_contract.py::test_a_sink_is_called_from_one_thread_at_most_every_interval_and_closed_once",
+        ),
+    ),
+    Mutation(
         "moment at which a rank has its gradients",
         "accel_runtime.observe.progress:StepParts.complete_gradients",
         skip_call("begin"),

@@ -37,6 +37,7 @@ from accel_cli.planning.plan import (
     DEFAULT_RUN_ID,
     KEEP_DAYS,
     KEEP_RUNS,
+    PROGRESS_INTERVAL_S,
     AgentSettings,
     StallAction,
     check_ranks,
@@ -174,6 +175,15 @@ MetricsPort = Annotated[
         "another address as `HOST:PORT`.",
     ),
 ]
+ProgressFile = Annotated[
+    str | None,
+    Field(
+        min_length=1,
+        description="File to which `accel launch` writes the progress of the run: a line of JSON every `progress_interval` seconds and at "
+        "the end, or the last state only if its name ends in `.json`. Of several nodes, the first one writes it.",
+    ),
+    ExpandedPath,
+]
 LogDir = Annotated[
     str | None,
     Field(
@@ -275,7 +285,19 @@ class ElasticLauncher(Launcher):
     stall_action: StallActionKey = "report"
     startup_timeout: StartupTimeout = None
     metrics_port: MetricsPort = None
+    progress_file: ProgressFile = None
+    progress_interval: float = Field(
+        PROGRESS_INTERVAL_S, gt=0, description="Seconds between two writes of `progress_file`."
+    )
     _check_stalls = model_validator(mode="after")(check_stall_keys)
+
+    @model_validator(mode="after")
+    def _check_progress(self) -> Self:
+        if self.progress_file is None and self.progress_interval != PROGRESS_INTERVAL_S:
+            raise ValueError(
+                "progress_interval: progress is written only with progress_file; set it, or remove progress_interval"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_endpoint_is_set(self) -> Self:
@@ -364,6 +386,8 @@ class ElasticLauncher(Launcher):
             stall_action=self.stall_action,
             startup_timeout=self.startup_timeout,
             metrics_port=self.metrics_port,
+            progress_file=self.progress_file,
+            progress_interval=self.progress_interval if self.progress_file else None,
             keep_runs=self.keep_runs,
             keep_days=self.keep_days,
             live=LIVE.name in spec.option_values,

@@ -149,6 +149,10 @@ _DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
             "--metrics-port", "Serve metrics for Prometheus at this port of the loopback interface.",
             "[HOST:]PORT", "launcher.metrics_port"
         ),
+        LaunchOption(
+            "--progress-file", "Write the progress of the run to this file as lines of JSON, or its last state if it ends in .json.",
+            "FILE", "launcher.progress_file"
+        ),
         LaunchOption("--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision"),
         LaunchOption(
             "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"

@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULT_RUN_ID",
     "KEEP_DAYS",
     "KEEP_RUNS",
+    "PROGRESS_INTERVAL_S",
     "AgentSettings",
     "JobPlan",
     "LaunchDetails",
@@ -35,6 +36,8 @@ DEFAULT_RUN_ID = "accel"
 """The name of a run at the rendezvous, if the user gives none."""
 KEEP_RUNS, KEEP_DAYS = 50, 30
 """The number of run folders that are kept, and the days after the end of a run, unless the profile sets others."""
+PROGRESS_INTERVAL_S = 10.0
+"""The least seconds between two writes of the progress of a run, unless the profile or the receiver has others."""
 _LOOPBACK = "127.0.0.1"
 _MIN_LOST_AFTER_S, _MAX_LOST_AFTER_S = 6, 30
 _RANK_LIST = re.compile(r"\d+(,\d+)*", re.ASCII)
@@ -99,6 +102,10 @@ class AgentSettings:
     """The key of the launcher that checks the nodes before the processes start; None if none does."""
     metrics_port: str | None = None
     """The address at which metrics are served, as `host:port`."""
+    progress_file: str | None = None
+    """The file for the progress of the run."""
+    progress_interval: float | None = None
+    """The least seconds between two writes of that file; None without one."""
     keep_runs: int = KEEP_RUNS
     """The number of run folders to keep."""
     keep_days: int = KEEP_DAYS

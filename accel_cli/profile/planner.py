@@ -71,6 +71,8 @@ _AGENT = frozenset(
         "startup_timeout",
         "metrics_port",
         NODE_CHECK,
+        "progress_file",
+        "progress_interval",
     )
 )
 """Keys that need an elastic agent, also for one process."""

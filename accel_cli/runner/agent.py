@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import (
 from typing_extensions import override
 
 from accel_cli import console
-from accel_cli.errors import AccelError, RunEndedError, StalledError
+from accel_cli.errors import AccelError, RunEndedError, StalledError, UsageError
 from accel_cli.planning.plan import select_ranks
 from accel_cli.runner import failures, rendezvous, stalls
 from accel_cli.runner.bootstrap import RendezvousProgress
@@ -183,6 +183,11 @@ class ElasticAgent(LocalElasticAgent):
         end = context.recorder.format_end(processes, code) + (f"; {throughput}" if throughput else "")
         console.note(f"{end}; logs: {console.abbreviate_home(str(context.folder.path))}")
 
+    def note(self, text: str) -> None:
+        """Print a line about the run, below the output of the ranks so far."""
+        self._end_line()
+        console.note(text)
+
     def _measure_speeds(self) -> dict[int, RankSpeed]:
         """Return the speed of the ranks of this node over the last attempt."""
         folders = self._run_context.folder.list_ranks(self._attempt)
@@ -268,6 +273,7 @@ class ElasticAgent(LocalElasticAgent):
     @override
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         context, workers = self._run_context, worker_group.workers
+        self._open_progress_sinks(is_first_node=worker_group.group_rank == 0)
         self._attempt, self._started, self._has_finished = self._attempt + 1, time.monotonic(), False
         shown = select_ranks(context.settings.ranks, workers[0].world_size)
         self._outputs = RankOutputs(
@@ -311,12 +317,21 @@ class ElasticAgent(LocalElasticAgent):
             )
         return processes.pids()
 
+    def _open_progress_sinks(self, *, is_first_node: bool) -> None:
+        """Open the progress sinks of the run on its first node; raise UsageError, which ends the run on all nodes, if one refuses."""
+        try:
+            self._run_context.progress_sinks.lead(is_leading=is_first_node)
+        except UsageError as error:
+            self._bootstrap.set_value("ended", str(error))
+            raise
+
     def _record_start(self, world_size: int, ranks: Iterable[int]) -> None:
         """Record the start of ranks on this node; replicas may start one after the other."""
         context = self._run_context
         context.recorder.record("start", attempt=self._attempt, world_size=world_size, ranks=sorted(ranks))
         with context.log_warning.catch_errors():
-            context.folder.update({"world_size": world_size})
+            nodes = self._worker_group.group_world_size
+            context.folder.update({"world_size": world_size, "nodes": nodes})
 
     def _prepare_rank(self, worker: Worker, shown: frozenset[int]) -> dict[str, str]:
         """Create the folder of a rank, and return its environment."""
@@ -382,7 +397,7 @@ class ElasticAgent(LocalElasticAgent):
         context.guard.watch(context.orphans.update(context.signals.workers))
         result: RunResult = super()._monitor_workers(worker_group)
         self._update_exits()
-        self._print_note()
+        self._print_notes()
         if result.failures:
             self._restart_reason = self._build_restart_reason(result)
         elif result.state is WorkerState.SUCCEEDED:
@@ -672,14 +687,15 @@ class ElasticAgent(LocalElasticAgent):
         except (RendezvousError, DistError):
             return self._bootstrap.format_lost_store()
 
-    def _print_note(self) -> None:
-        """Print the note that a rank of this attempt has left, once."""
+    def _print_notes(self) -> None:
+        """Print once the note that a rank of this attempt has left, and the progress sinks that have failed."""
         if self._attempt > self._noted_attempt and (
             text := read_text(self._run_context.folder.get_attempt(self._attempt) / NOTE_FILE)
         ):
             self._noted_attempt = self._attempt
-            self._end_line()
-            console.note(text)
+            self.note(text)
+        for warning in self._run_context.progress_sinks.take_warnings():
+            self.note(warning)
 
     def _end_line(self) -> None:
         if self._outputs:

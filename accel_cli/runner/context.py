@@ -10,6 +10,7 @@ from accel_cli.runner.output import LogWarning, ScreenFooter, SilenceHint
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder
 from accel_cli.runs.run_dir import RunFolder
+from accel_cli.runs.sink_threads import ProgressSinks
 
 __all__ = ["RunContext"]
 
@@ -21,6 +22,7 @@ class RunContext:
     settings: AgentSettings
     folder: RunFolder
     recorder: RunRecorder
+    progress_sinks: ProgressSinks
     log_warning: LogWarning
     signals: SignalHandlers
     guard: GuardProcess

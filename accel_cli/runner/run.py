@@ -10,7 +10,7 @@ import_torch(quiet=True)
 # isort: split
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.elastic.agent.server import api
@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import accel_cli
+from accel_cli import console
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
@@ -31,7 +32,7 @@ from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder, build_record, note_temporary_home
 from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason
-from accel_runtime.environment.installation import format_install
+from accel_cli.runs.sink_threads import ProgressSinks
 
 __all__ = ["run"]
 
@@ -85,18 +86,27 @@ def _run_and_record(
     # A footer shows the progress itself.
     has_hint = not (is_quiet or settings.live)
     hint = SilenceHint(detects_stalls=settings.stall_timeout is not None) if has_hint else None
+    progress_sinks = ProgressSinks(folder, settings, os.environ)
     agent: ElasticAgent | None = None
     code = 1
     try:
+        progress_sinks.open()
         footer_context = create_footer(folder) if settings.live else nullcontext()
-        with (
-            _serve_metrics(folder, settings),
-            GuardProcess(folder.path, signals) as guard,
-            footer_context as footer,
-        ):
+        with GuardProcess(folder.path, signals) as guard, footer_context as footer:
             orphans = signals.orphans = Orphans()
             context = RunContext(
-                settings, folder, recorder, warning, signals, guard, orphans, server, hint, is_quiet, footer
+                settings,
+                folder,
+                recorder,
+                progress_sinks,
+                warning,
+                signals,
+                guard,
+                orphans,
+                server,
+                hint,
+                is_quiet,
+                footer,
             )
             agent = _create_agent(plan, context)
             code = agent.run_to_end()
@@ -109,22 +119,12 @@ def _run_and_record(
         signals.stop_raising()
         with warning.catch_errors():
             recorder.end(code)
+        is_stopped = signals.received is not None and code == 128 + signals.received
+        for text in progress_sinks.close(code, is_stopped=is_stopped):
+            (agent.note if agent else console.note)(text)
         if agent and not is_quiet:
             agent.print_end(code)
     return code
-
-
-def _serve_metrics(folder: RunFolder, settings: AgentSettings) -> AbstractContextManager[None]:
-    """Serve the metrics of the run inside a `with` block, if the profile has an address."""
-    if settings.metrics_port is None:
-        return nullcontext()
-    try:
-        from accel_cli.runs.prometheus import serve_metrics  # noqa: PLC0415 - an extra of its own
-    except ImportError as error:
-        raise UsageError(
-            f"Cannot serve metrics: {error}. Install it: {format_install('prometheus-client', extra='metrics')}"
-        ) from None
-    return serve_metrics(folder, settings.metrics_port)
 
 
 def _create_agent(plan: Plan, context: RunContext) -> ElasticAgent:

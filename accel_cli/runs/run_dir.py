@@ -66,6 +66,7 @@ _FIELD_TYPES: dict[str, type | tuple[type, ...]] = {
     "arguments": list,
     "launcher": str,
     "world_size": int,
+    "nodes": int,
 }
 _TIME_FIELDS = ("started", "ended")
 _MAX_TIME_S = 1e11

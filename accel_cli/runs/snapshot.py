@@ -230,6 +230,8 @@ class RunSnapshot:
     """True if the run continues an earlier one, whose steps are unknown, or has restarted."""
     is_elsewhere: bool = False
     """True if the launcher is on another node and has not recorded its end, so that nothing is known of it now."""
+    nodes: int | None = None
+    """The number of nodes; None before the first attempt."""
 
     @property
     def elapsed(self) -> float | None:
@@ -239,13 +241,24 @@ class RunSnapshot:
     @property
     def idle_time(self) -> float | None:
         """Seconds in which no rank has made progress, if the run has stalled as far as its former speed shows."""
-        beats = [rank for rank in self.ranks if rank.beat and rank.state == "running"]
-        ages = [rank.progress_age for rank in beats if rank.progress_age is not None]
-        rates = [rank.beat.rate_mean for rank in beats if rank.beat and rank.beat.rate_mean]
-        if not self.is_running or not ages or not rates:
-            return None
-        usual = 1 / min(rates)
-        return min(ages) if min(ages) > max(_STALL_S, 10 * usual) else None
+        ages, limit = self._progress_ages
+        return min(ages.values()) if ages and min(ages.values()) > limit else None
+
+    @property
+    def stalled(self) -> tuple[int, ...]:
+        """The ranks that have made no progress for as long as a run has to that has stalled."""
+        ages, limit = self._progress_ages
+        return tuple(rank for rank, age in ages.items() if age > limit)
+
+    @property
+    def _progress_ages(self) -> tuple[dict[int, float], float]:
+        """Seconds since the last progress by running rank, and the age from which a rank has stalled; no ages before a step."""
+        running = [(rank, rank.beat) for rank in self.ranks if rank.beat and rank.state == "running"]
+        rates = [rate for _, beat in running if (rate := beat.rate_mean)]
+        if not self.is_running or not rates:
+            return {}, math.inf
+        ages = {rank.rank: age for rank, _ in running if (age := rank.progress_age) is not None}
+        return ages, max(_STALL_S, 10 / min(rates))
 
     @property
     def eta(self) -> float | None:
@@ -258,6 +271,14 @@ class RunSnapshot:
             if rank.beat and rank.state == "running"
         ]
         return max((eta for eta in etas if eta is not None), default=None)
+
+    @property
+    def fraction(self) -> float | None:
+        """The part of the run that is done, from 0 to 1, for the rank that is behind the others; None if it is unknown."""
+        goal = self.goal
+        beats = [rank.beat for rank in self.ranks if rank.beat]
+        parts = [compute_fraction(goal, beat, is_resumed=self.is_resumed) for beat in beats] if goal else []
+        return min((part for part in parts if part is not None), default=None)
 
     @cached_property
     def own_times(self) -> dict[int, float]:
@@ -311,7 +332,7 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
     restarts = [event for event in events if event.get("event") == "restart"]
     last_memory = {} if status.is_running else _read_last_memory(run)
     ranks = _read_ranks(folders, beats, now, status, last_memory)
-    world_size = record.get("world_size")
+    world_size, nodes = record.get("world_size"), record.get("nodes")
     exit_code = record.get("exit_code")
     arguments, profile = record.get("arguments"), record.get("profile")
     texts = [str(argument) for argument in arguments] if isinstance(arguments, list) else []
@@ -327,6 +348,7 @@ def read_snapshot(run: RunFolder) -> RunSnapshot:
         exit_code=exit_code if isinstance(exit_code, int) else None,
         attempt=attempts[-1] if attempts else None,
         world_size=world_size if isinstance(world_size, int) else len(ranks) or None,
+        nodes=nodes if isinstance(nodes, int) else None,
         ranks=ranks,
         metrics=_read_metrics(run, attempts),
         goal=find_goal(texts, read_configuration(folders)),
@@ -505,6 +527,21 @@ def compute_run_eta(goal: Goal, beat: Beat, now: float, *, is_resumed: bool) -> 
     if returned <= 0:
         return None
     return remaining * beat.epoch_length * max(0.0, now - beat.epoch_started) / returned
+
+
+def compute_fraction(goal: Goal, beat: Beat, *, is_resumed: bool) -> float | None:
+    """Return the part of a run that is done, from 0 to 1; None if it is unknown, as of steps in a run that is resumed.
+
+    Args:
+        goal: The end of the run.
+        beat: The heartbeat of a rank.
+        is_resumed: True if the run continues another one, or has restarted.
+    """
+    if goal.counts_steps:
+        return None if is_resumed else min(1.0, beat.steps / goal.number)
+    if not beat.epoch_length:
+        return None
+    return min(1.0, (beat.epoch + beat.epoch_batches / beat.epoch_length) / goal.number)
 
 
 def is_resume(arguments: Sequence[str]) -> bool:

@@ -10,7 +10,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import CollectorRegistry
+from support import golden
 from support.processes import free_port
 from support.runs.run_folders import write_beat
 
@@ -73,6 +76,21 @@ def test_the_metrics_of_a_run_are_served_while_it_runs(run):
     assert ("accel_progress_age_seconds", "1") not in samples, "not known before the first step"
     with pytest.raises(urllib.error.URLError):
         read(address)
+
+
+def test_the_names_texts_and_labels_of_the_metrics_are_the_golden_ones(run):
+    registry = CollectorRegistry()
+    registry.register(RunCollector(run))
+    text = generate_latest(registry).decode()
+    # The id of the run, and numbers of this moment and this process.
+    text = re.sub(r'run="[^"]+"', 'run="RUN"', text)
+    text = re.sub(
+        r"^(accel_(?:elapsed|checkpoint_age|progress_age|steps_per_second|memory)\S*) \S+$",
+        r"\1 N",
+        text,
+        flags=re.MULTILINE,
+    )
+    golden.check("prometheus.txt", text)
 
 
 def test_an_address_in_use_is_an_error_with_the_option(run):

@@ -1,0 +1,164 @@
+"""The table of progress sinks, and those of the core: a file of lines, a file with the newest progress, metrics for Prometheus.
+
+A new sink is a class, and a line here or an entry point of its distribution.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from typing_extensions import Self, override
+
+from accel_cli.errors import UsageError
+from accel_cli.planning.plan import PROGRESS_INTERVAL_S, AgentSettings
+from accel_cli.runs.progress import ProgressSink, RunProgress
+from accel_cli.runs.run_dir import RunFolder
+from accel_cli.runs.run_files import read_bytes
+from accel_runtime.environment.installation import format_install
+from accel_runtime.environment.registry import Registry
+from accel_runtime.environment.text import encode_text
+
+__all__ = ["PROGRESS_SINKS", "ProgressLines", "PrometheusMetrics", "StatusFile"]
+
+PROGRESS_SINKS: Registry[type[ProgressSink]] = Registry(
+    {
+        "lines": "accel_cli.runs.sinks:ProgressLines",
+        "status": "accel_cli.runs.sinks:StatusFile",
+        "prometheus": "accel_cli.runs.sinks:PrometheusMetrics",
+    },
+    group="accel.progress_sinks",
+)
+"""The class of each sink, by its name in messages."""
+_STATUS_SUFFIX = ".json"
+"""The suffix of a progress file that has the newest progress only."""
+
+
+class ProgressLines(ProgressSink):
+    """Appends a line of JSON each time: `--progress-file run.jsonl`."""
+
+    def __init__(self, path: Path, interval_s: float) -> None:
+        self._path, self.interval_s = path, interval_s
+
+    @classmethod
+    @override
+    def create(cls, settings: AgentSettings, environ: Mapping[str, str]) -> Self | None:
+        path = _find_progress_file(settings)
+        is_chosen = path is not None and path.suffix != _STATUS_SUFFIX
+        return cls(path, settings.progress_interval or PROGRESS_INTERVAL_S) if path and is_chosen else None
+
+    @override
+    def open(self, run: RunFolder) -> None:
+        _create_file(self._path, self._path)
+
+    @override
+    def write(self, progress: RunProgress) -> None:
+        line = encode_text(f"{json.dumps(progress.to_dict())}\n")
+        # Opened each time, since a program that rotates logs may move the file.
+        with self._path.open("ab") as file:
+            file.write(b"\n" + line if _ends_in_line(self._path) else line)
+
+    @override
+    def close(self, outcome: RunProgress) -> None:
+        self.write(outcome)
+
+
+class StatusFile(ProgressSink):
+    """Replaces a file by the newest progress each time: `--progress-file status.json`."""
+
+    def __init__(self, path: Path, interval_s: float) -> None:
+        self._path, self.interval_s = path, interval_s
+        self._new = path.with_name(f"{path.name}.new")
+
+    @classmethod
+    @override
+    def create(cls, settings: AgentSettings, environ: Mapping[str, str]) -> Self | None:
+        path = _find_progress_file(settings)
+        is_chosen = path is not None and path.suffix == _STATUS_SUFFIX
+        return cls(path, settings.progress_interval or PROGRESS_INTERVAL_S) if path and is_chosen else None
+
+    @override
+    def open(self, run: RunFolder) -> None:
+        _create_file(self._path, self._new)
+
+    @override
+    def write(self, progress: RunProgress) -> None:
+        # Never in place: a reader must not see a part of it, nor lose the last state to a full disk.
+        self._new.write_text(f"{json.dumps(progress.to_dict())}\n", encoding="utf-8")
+        self._new.replace(self._path)
+
+    @override
+    def close(self, outcome: RunProgress) -> None:
+        self.write(outcome)
+
+
+class PrometheusMetrics(ProgressSink):
+    """Serves the metrics of the ranks of this node: `--metrics-port 9400`. They are read at each request."""
+
+    interval_s = None
+    is_per_node = True
+
+    def __init__(self, address: str) -> None:
+        self._address, self._server = address, ExitStack()
+
+    @classmethod
+    @override
+    def create(cls, settings: AgentSettings, environ: Mapping[str, str]) -> Self | None:
+        return None if settings.metrics_port is None else cls(settings.metrics_port)
+
+    @override
+    def open(self, run: RunFolder) -> None:
+        try:
+            from accel_cli.runs.prometheus import serve_metrics  # noqa: PLC0415 - an extra of its own
+        except ImportError as error:
+            raise UsageError(
+                f"Cannot serve metrics: {error}. Install it: {format_install('prometheus-client', extra='metrics')}"
+            ) from None
+        self._server.enter_context(serve_metrics(run, self._address))
+
+    @override
+    def write(self, progress: RunProgress) -> None:
+        pass
+
+    @override
+    def close(self, outcome: RunProgress) -> None:
+        self._server.close()
+
+
+def _find_progress_file(settings: AgentSettings) -> Path | None:
+    """Return the path of the progress file, absolute."""
+    return Path(settings.progress_file).absolute() if settings.progress_file else None
+
+
+def _create_file(path: Path, new: Path) -> None:
+    """Create the file that is written for a progress file, unless it exists.
+
+    Args:
+        path: The progress file, as the user named it.
+        new: The file that is written: the same, or one that replaces it.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    try:
+        reason = ""
+        # Before it is opened, which would wait for the reader of a named pipe.
+        if path.exists() and not path.is_file():
+            reason = "Is a directory" if path.is_dir() else "not a regular file"
+        else:
+            new.open("ab").close()
+    except (OSError, ValueError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    if reason:
+        raise UsageError(
+            f"Cannot write the progress to {path}: {reason}. Choose another file with --progress-file."
+        )
+
+
+def _ends_in_line(path: Path) -> bool:
+    """Return True if the last line of a file was cut, as by a full disk or a crash."""
+    with suppress(OSError):
+        return read_bytes(path, max_size=1, at_end=True) not in {b"", b"\n"}
+    return False
