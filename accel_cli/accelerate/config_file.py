@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from accel_cli.accelerate import convert, find_engine, find_engine_file, find_job_rules, read_engine_file
+from accel_cli.accelerate.config_conversion import (
+    convert,
+    find_engine,
+    find_engine_file,
+    find_job_rules,
+    read_engine_file,
+)
 from accel_cli.accelerate.variables import build_variables, is_fp8, read_section
 from accel_cli.errors import UsageError
 from accel_cli.planning.launch_options import ConfigFile

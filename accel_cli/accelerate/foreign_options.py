@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_cli.accelerate import convert
+from accel_cli.accelerate.config_conversion import convert
 from accel_cli.accelerate.config_file import build_config, get_kind, read_data
 from accel_cli.accelerate.variables import FP8, is_fp8, read_section
 from accel_cli.errors import UsageError

@@ -23,7 +23,7 @@ from accel_cli.errors import ProfileError, UsageError
 from accel_runtime.environment.engines import ENGINES, list_engines
 
 if TYPE_CHECKING:
-    from accel_cli.accelerate import Imported
+    from accel_cli.accelerate.config_conversion import Imported
     from accel_cli.planning.machine import Machine
     from accel_cli.profile.layers import Resolved
     from accel_cli.profile.store import ProfileStore
@@ -308,7 +308,7 @@ def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | 
 
     Values without an equivalent in accel are listed.
     """
-    from accel_cli.accelerate import (
+    from accel_cli.accelerate.config_conversion import (
         convert,
         find_engine,
         find_engine_file,
@@ -350,7 +350,7 @@ def _write_imported(
     imported: Imported, file: Path, target: Path, *, force: bool, engine: EngineWords | None
 ) -> None:
     """Write the profile of a config file of Accelerate, or of an engine, and print what its values became."""
-    from accel_cli.accelerate import name_keys_of_engine_file
+    from accel_cli.accelerate.config_conversion import name_keys_of_engine_file
     from accel_cli.profile import layers, store
     from accel_cli.profile.edit import build_layer
     from accel_cli.profile.schema import describe
@@ -376,7 +376,7 @@ def _write_imported(
 
 def _choose_sharding(data: dict[str, Any], file: Path, sharding: str | None) -> str:
     """Return the section that the settings of an engine become: that of the option, of the answer, or `fully_shard`."""
-    from accel_cli.accelerate import find_engine
+    from accel_cli.accelerate.config_conversion import find_engine
 
     engine = find_engine(data)
     if not engine or sharding == "fully_shard":

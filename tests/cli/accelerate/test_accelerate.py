@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.accelerate import Imported, config_rules, convert
+from accel_cli.accelerate import config_rules
+from accel_cli.accelerate.config_conversion import Imported, convert
 from accel_cli.errors import ProfileError
 from accel_cli.extensions.sagemaker.accelerate_rules import SETTINGS
 from accel_cli.profile import yaml_io

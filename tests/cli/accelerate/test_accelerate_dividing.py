@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from accel_cli.accelerate import convert, read_engine_file
+from accel_cli.accelerate.config_conversion import convert, read_engine_file
 from accel_cli.errors import ProfileError
 from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_cli.accelerate import Imported, convert
+from accel_cli.accelerate.config_conversion import Imported, convert
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
 from accel_cli.profile.schema import Profile

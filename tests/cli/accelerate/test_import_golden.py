@@ -8,7 +8,7 @@ from support import golden
 from support.commands import call_accel
 from support.pairs import select_pairs
 
-from accel_cli.accelerate import convert
+from accel_cli.accelerate.config_conversion import convert
 from accel_cli.errors import ProfileError
 from accel_cli.profile import yaml_io
 from tests.cli.accelerate import test_accelerate as cluster
