@@ -27,6 +27,7 @@ from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import Settings
+from accel_runtime.extensions.xla import ROUNDING
 
 __all__ = ["cli_page", "errors_page", "on_files", "on_page_content", "profile_page", "variables_page"]
 
@@ -239,7 +240,7 @@ def variables_page() -> str:
             for name, kind in values.items()
         ]
         parts += [f"## {title}", text, _table(header, rows)]
-    rejected = ", ".join(f"`{name}`" for name in env.ROUNDING)
+    rejected = ", ".join(f"`{name}`" for name in ROUNDING)
     parts.append(f"{rejected} are rejected on TPUs: set `mixed_precision` instead.")
     schedulers = [
         (source, ", ".join(f"`{name}`" for name in names)) for source, names in nodes.VARIABLES.items()

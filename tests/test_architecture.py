@@ -262,14 +262,16 @@ WORDS_ELSEWHERE = {
         "accel_cli/accelerate/variables.py": "tpu",
         "accel_runtime/accelerate/fsdp_utils.py": "dcp",
         "accel_runtime/accelerate/imports.py": "aim boto3 clearml comet_ml deepspeed dvclive mlflow sagemaker swanlab torch_xla tpu trackio",
+        "accel_runtime/accelerate/package.py": "sagemaker",
         "accel_runtime/accelerator/accelerator.py": "deepspeed",
         "accel_runtime/accelerator/state.py": "deepspeed",
         "accel_runtime/environment/accelerate/launch.py": "aws deepspeed sagemaker tpu xla",
-        "accel_runtime/environment/accelerate/package.py": "sagemaker",
         "accel_runtime/environment/accelerate/sharding.py": "deepspeed slurm ssh zero2 zero3 zero_3 zero_stage",
         "accel_runtime/environment/accelerate/variables.py": "deepspeed",
         # `RNGType`, and `LoggerType` with its members.
         "accel_runtime/foundation/options.py": "xla",
+        # Arguments of its plugins that need the other engine.
+        "accel_runtime/parallel/plugins.py": "deepspeed",
         "accel_runtime/tracking/__init__.py": "aim clearml comet_ml cometml dvclive mlflow swanlab trackio",
     },
     "members of DistributedType": {
@@ -288,6 +290,7 @@ WORDS_ELSEWHERE = {
         "accel_runtime/accelerator/checkpointing.py": "node_dir store_every",
         "accel_runtime/accelerator/options.py": "node_dir store_every",
         "accel_runtime/checkpoint/node_saves.py": "node_dir store_every",
+        "accel_runtime/checkpoint/save.py": "node_dir",
         "accel_runtime/environment/settings.py": "node_dir smddp store_every xla",
         "accel_runtime/foundation/options.py": "node_dir store_every",
     },
@@ -299,11 +302,6 @@ WORDS_ELSEWHERE = {
     },
     "a command that a hint names": {
         "accel_cli/failure_hints.py": "estimate",
-    },
-    # To be removed with the seam of strategies: these modules are rewritten.
-    "the seam of strategies": {
-        "accel_runtime/parallel/plugins.py": "deepspeed",
-        "accel_runtime/parallel/strategy.py": "deepspeed",
     },
 }
 """The words of extensions that may stand in the core, by reason and file."""

@@ -17,7 +17,7 @@ from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment, bu
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes
-from accel_runtime.extensions.xla.devices import ROUNDING
+from accel_runtime.extensions.xla import ROUNDING
 
 __all__ = ["Xla"]
 

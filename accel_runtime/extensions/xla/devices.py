@@ -9,10 +9,7 @@ if TYPE_CHECKING:
     from accel_runtime.environment.settings import Settings
     from accel_runtime.environment.topology import Topology
 
-__all__ = ["ROUNDING", "XlaDevices"]
-
-ROUNDING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_F16", "XLA_DOWNCAST_FP16")
-"""Variables that make torch_xla compute in another dtype than the script's; launcher and runtime reject them."""
+__all__ = ["XlaDevices"]
 
 
 class XlaDevices:

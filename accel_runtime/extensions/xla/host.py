@@ -20,7 +20,7 @@ from accel_runtime.collectives.handshake import Handshake, ObjectGroup
 from accel_runtime.collectives.transport import Transport, connect_transport
 from accel_runtime.environment.settings import MixedPrecision, Settings
 from accel_runtime.environment.topology import Topology
-from accel_runtime.extensions.xla.devices import ROUNDING
+from accel_runtime.extensions.xla import ROUNDING
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.nested import is_strided_tensor
 from accel_runtime.foundation.options import DDPCommunicationHookType
