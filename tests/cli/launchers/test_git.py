@@ -19,8 +19,8 @@ KEYS = (
     "alias.config", "alias.ls-files", "browser.x.cmd", "browser.x.path", "core.alternateRefsCommand", "core.askPass",
     "core.editor", "core.fsmonitor", "core.gitProxy", "core.pager", "core.sshCommand", "credential.helper",
     "diff.external", "diff.x.command", "diff.x.textconv", "difftool.x.cmd", "difftool.x.path", "filter.x.clean",
-    "filter.x.process", "filter.x.smudge", "gpg.program", "gpg.ssh.defaultKeyCommand", "gpg.ssh.program",
-    "gpg.x509.program", "guitool.x.cmd", "imap.tunnel", "instaweb.httpd", "interactive.diffFilter", "man.x.cmd",
+    "filter.x.process", "filter.x.smudge", "gc.recentObjectsHook", "gpg.program", "gpg.ssh.defaultKeyCommand", "gpg.ssh.program",
+    "gpg.x509.program", "guitool.x.cmd", "hook.x.command", "imap.tunnel", "instaweb.httpd", "interactive.diffFilter", "man.x.cmd",
     "man.x.path", "merge.x.driver", "mergetool.x.cmd", "mergetool.x.path", "pager.config", "pager.ls-files",
     "receive.procReceiveRefs", "remote.origin.receivepack", "remote.origin.uploadpack", "remote.origin.vcs",
     "sendemail.ccCmd", "sendemail.smtpServer", "sendemail.tocmd", "sequence.editor", "submodule.x.update", "trailer.x.cmd",
@@ -184,6 +184,41 @@ def test_no_missing_object_is_fetched_by_a_command_of_the_repository(folder, run
         run("config", key, value, cwd=folder)
     assert list_both(folder) == EXPECTED
     assert not trap[1].exists()
+
+
+def test_no_missing_object_is_fetched_from_a_bundle_of_the_repository(folder, run, trap):
+    """Switching keys off does not suffice: `ls-files` of git 2.43 fetches the folder of a sparse index from `fetch.bundleURI`.
+
+    No transport is used, so that none can be forbidden; after it, git collects garbage, and asks a program what is recent.
+    """
+    (folder / "sub").mkdir()
+    (folder / "sub" / "a.py").touch()
+    run("add", "sub", cwd=folder)
+    run("commit", "-q", "-m", "y", cwd=folder)
+    missing = run("rev-parse", "HEAD:sub", cwd=folder).strip()
+    run("bundle", "create", folder / ".git" / "bundle", "main", cwd=folder)
+    for number in range(2):
+        (folder / ".git" / "content").write_text(str(number))
+        name = run("hash-object", "-w", ".git/content", cwd=folder)
+        (folder / ".git" / "names").write_text(name)
+        with (folder / ".git" / "names").open() as names:
+            command = ["git", "pack-objects", "-q", folder / ".git" / "objects" / "pack" / "pack"]
+            subprocess.run(command, cwd=folder, stdin=names, check=True, capture_output=True)
+    run("sparse-checkout", "init", "--cone", "--sparse-index", cwd=folder)
+    (folder / ".git" / "objects" / missing[:2] / missing[2:]).unlink()
+    for key, value in {
+        "core.repositoryFormatVersion": "1", "extensions.partialClone": "origin", "remote.origin.promisor": "true",
+        "remote.origin.url": folder / ".git", "fetch.bundleURI": folder / ".git" / "bundle", "gc.auto": "1",
+        "gc.autoDetach": "false", "maintenance.autoDetach": "false", "gc.autoPackLimit": "1", "gc.recentObjectsHook": trap[0],
+        "hook.x.command": trap[0], "hook.x.event": "reference-transaction",
+    }.items():  # fmt: skip
+        run("config", key, value, cwd=folder)
+    files = [path for path in (folder / ".git").rglob("*") if path.is_file()]
+    for path in files:
+        os.utime(path, (1_000_000_000, 1_000_000_000))  # garbage, if it is not reachable
+    assert list_both(folder) == EXPECTED
+    assert not trap[1].exists()
+    assert [path for path in (folder / ".git").rglob("*") if path.is_file()] == files
 
 
 def test_a_git_of_the_folder_is_not_run(folder, trap, monkeypatch):
