@@ -1,56 +1,14 @@
-"""A source folder, and git in it."""
-
-import subprocess
+"""A source folder, git in it, and the models of AWS."""
 
 import pytest
 from aws.models import keep_models
+from support.folders import git, tree, write
 
 import accel_cli.launchers  # noqa: F401 - the section of SageMaker is in its table
+
+__all__ = ["git", "tree", "write"]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _models():
     keep_models()
-
-
-@pytest.fixture
-def tree(tmp_path):
-    """An empty folder that is in no repository."""
-    folder = tmp_path / "tree"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-def write(tree):
-    """Return a function that writes files of the given names and text into the folder."""
-
-    def written(*names, text="x\n"):
-        for name in names:
-            path = tree / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    return written
-
-
-@pytest.fixture
-def git(tree, monkeypatch):
-    """Return a function that runs git in the folder, without the configuration of this user."""
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
-
-    def run(*args, below="."):
-        options = [
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "-c",
-            "protocol.file.allow=always",
-            "-c",
-            "init.defaultBranch=main",
-        ]
-        subprocess.run(["git", *options, *args], cwd=tree / below, check=True, capture_output=True)
-
-    return run

@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
-from accel_cli.extensions.sagemaker import bundle
 from accel_cli.launchers import source_files
 from accel_cli.launchers.secret_files import is_secret_name
 from accel_cli.launchers.source_files import select_files
@@ -308,23 +307,6 @@ def test_an_unreadable_folder_is_reported_and_can_be_excluded(tree, write, reque
     with pytest.raises(UsageError, match=r"Cannot read folder \S+/private: Permission denied"):
         select_files(tree)
     assert names(select_files(tree, [], ["private"])) == ["train.py"]
-
-
-def test_an_upload_above_the_limit_is_rejected_with_the_largest_files(tree, write):
-    for number in range(7):
-        write(f"part{number}.bin", text="x" * 200_000 * number)
-    selection = select_files(tree)
-    bundle.check_size(selection, 5)
-    with pytest.raises(UsageError) as error:
-        bundle.check_size(selection, 4)
-    assert "The 7 files in" in str(error.value)
-    assert "have 4.2 MB: launcher.max_upload_size is 4 MB" in str(error.value)
-    assert (
-        "part6.bin (1.2 MB), part5.bin (1.0 MB), part4.bin (800.0 kB), part3.bin (600.0 kB), part2.bin (400.0 kB). Add"
-        in str(error.value)
-    )
-    for help_ in ("launcher.exclude", ".gitignore", "launcher.inputs", "raise launcher.max_upload_size"):
-        assert help_ in str(error.value)
 
 
 def test_the_summary_lists_selected_and_omitted_files(tree, write, git):
