@@ -69,7 +69,7 @@ SourceDir = Annotated[
 Include = Annotated[
     list[str],
     Field(
-        description="Patterns of files to send although git ignores them, or although they may hold secrets."
+        description="Patterns of files to send although git ignores them, they are data, or they may hold secrets."
     ),
     AfterValidator(_check_is_sent),
 ]

@@ -773,7 +773,8 @@ def find_rows(name: str) -> Iterator[SecretName]:
     path = f"/{name.lower().rstrip('/')}"
     folders, _, file = path.rpartition("/")
     table = _compile_table()
-    yield from (row for row, pattern in table.folders if pattern.search(f"{path}/"))
+    # A pattern such as `.huggingface` names the folder itself.
+    yield from _find_by_folder(path if file.startswith(".") else folders)
     if _TEMPLATE.fullmatch(file):
         return
     for spelling in _list_spellings(file):
@@ -791,6 +792,8 @@ class _Table:
 
     exact: dict[str, SecretName]
     names: tuple[tuple[SecretName, re.Pattern[str]], ...]
+    any_name: re.Pattern[str]
+    """Matches if one of `names` does: a folder of data may have a million names."""
     paths: tuple[tuple[SecretName, re.Pattern[str]], ...]
     folders: tuple[tuple[SecretName, re.Pattern[str]], ...]
 
@@ -807,7 +810,8 @@ def _compile_table() -> _Table:
             names.append((row, re.compile(_translate(row.pattern))))
         else:
             exact[row.pattern] = row
-    return _Table(exact, tuple(names), tuple(paths), tuple(folders))
+    any_name = re.compile("|".join(pattern.pattern for _, pattern in names))
+    return _Table(exact, tuple(names), any_name, tuple(paths), tuple(folders))
 
 
 def _translate(pattern: str) -> str:
@@ -831,10 +835,15 @@ def _translate_part(part: str) -> str:
 
 
 @lru_cache(maxsize=4096)
+def _find_by_folder(folder: str) -> tuple[SecretName, ...]:
+    return tuple(row for row, pattern in _compile_table().folders if pattern.search(f"{folder}/"))
+
+
+@lru_cache(maxsize=4096)
 def _find_by_name(file: str) -> tuple[SecretName, ...]:
     table, ending = _compile_table(), _get_code_ending(file)
     found = [row] if (row := table.exact.get(file)) else []
-    if not _ORDINARY.fullmatch(file):
+    if table.any_name.fullmatch(file) and not _ORDINARY.fullmatch(file):
         found += [
             row for row, pattern in table.names if row.pattern.endswith(ending) and pattern.fullmatch(file)
         ]

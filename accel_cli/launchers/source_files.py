@@ -1,4 +1,7 @@
-"""The files of a folder that are copied to where a script runs: those git does not ignore, without caches and secrets."""
+"""The files of a folder that are copied to where a script runs: source and configuration, without caches, data and secrets.
+
+Each rule is overridden by those after it: what git lists and what is source, `.accelignore`, `include`, `exclude`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
 __all__ = [
+    "IGNORE_FILE",
+    "SOURCE_NAMES",
+    "SOURCE_SUFFIXES",
     "SelectedFile",
     "Selection",
     "check_engine_files",
@@ -31,6 +37,7 @@ __all__ = [
     "describe_selection",
     "format_name",
     "is_clutter",
+    "is_source_file",
     "locate_target",
     "select_files",
     "walk_files",
@@ -43,8 +50,65 @@ _CLUTTER = frozenset({
     "wandb",
 })  # fmt: skip
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-_ALL = "all files except caches and environments"
+SOURCE_SUFFIXES: Final = frozenset({
+    # Python, notebooks and compiled extensions' sources
+    ".ipynb", ".pxd", ".pxi", ".py", ".pyi", ".pyx", ".typed",
+    # C, C++, CUDA, HIP, Metal, Triton's intermediate languages
+    ".c", ".cc", ".cl", ".cpp", ".cu", ".cuh", ".cxx", ".h", ".hh", ".hip", ".hpp", ".hxx", ".inc", ".inl", ".m", ".metal", ".mlir",
+    ".mm", ".ptx", ".s", ".td",
+    # other languages
+    ".clj", ".cs", ".css", ".dart", ".ex", ".exs", ".f", ".f90", ".for", ".go", ".groovy", ".gvy", ".hs", ".html", ".java", ".jl", ".js",
+    ".jsx", ".kt", ".kts", ".lua", ".mjs", ".ml", ".mojo", ".php", ".pl", ".pm", ".r", ".rb", ".rmd", ".rs", ".sbt", ".scala", ".sol", ".sql",
+    ".sv", ".swift", ".ts", ".tsx", ".v", ".vhd", ".vue", ".zig",
+    # shells, batch jobs and builds
+    ".am", ".awk", ".bash", ".bat", ".bazel", ".bzl", ".cmake", ".cmd", ".def", ".fish", ".gradle", ".ksh", ".mk", ".nix", ".pbs", ".ps1",
+    ".psm1", ".sbatch", ".sed", ".sh", ".slurm", ".smk", ".star", ".zsh",
+    # configuration
+    ".cfg", ".cnf", ".conf", ".config", ".cue", ".gin", ".hcl", ".hocon", ".ini", ".json", ".json5", ".jsonc", ".jsonnet",
+    ".libsonnet", ".lock", ".properties", ".rules", ".tf", ".toml", ".xml", ".yaml", ".yml",
+    # schemas and templates
+    ".avsc", ".fbs", ".graphql", ".in", ".j2", ".jinja", ".jinja2", ".mako", ".mustache", ".proto", ".service", ".tera", ".thrift", ".tmpl",
+    ".tpl", ".xsd",
+    # files that show what to write, such as `.env.example`
+    ".default", ".dist", ".example", ".sample", ".template",
+    # text
+    ".adoc", ".bib", ".diff", ".markdown", ".md", ".mdx", ".org", ".patch", ".prompt", ".rst", ".tex", ".txt",
+    # tokenizers, which are small and without which a script does not start; the limit of size keeps out weights of the same suffix
+    ".bpe", ".codes", ".merges", ".model", ".spm", ".tiktoken", ".vocab",
+})  # fmt: skip
+"""Endings of source and configuration files, in lower case. Tables, images, arrays, weights and archives are data."""
+SOURCE_NAMES: Final = frozenset({
+    # builds
+    "build", "cakefile", "configure", "containerfile", "dockerfile", "earthfile", "gemfile", "gnumakefile", "jenkinsfile", "justfile",
+    "kbuild", "kconfig", "makefile", "meson_options", "pipfile", "procfile", "rakefile", "sconscript", "sconstruct", "singularity",
+    "snakefile", "tiltfile", "vagrantfile", "workspace",
+    # text
+    "authors", "changelog", "changes", "citation", "codeowners", "contributors", "copying", "copyright", "hostfile",
+    "licence", "license", "maintainers", "manifest", "news", "notice", "readme", "requirements", "todo", "version",
+    # tools
+    ".accelignore", ".bazelignore", ".bazelrc", ".bazelversion", ".buckconfig", ".clang-format", ".clang-tidy", ".clangd", ".coveragerc",
+    ".dockerignore", ".dvcignore", ".editorconfig", ".eslintrc", ".flake8", ".gcloudignore", ".gitattributes", ".gitignore", ".gitkeep", ".gitmodules",
+    ".helmignore", ".mailmap", ".node-version", ".nvmrc", ".prettierrc", ".pylintrc", ".python-version", ".rayignore", ".skyignore",
+    ".style.yapf", ".tool-versions", ".yamllint",
+})  # fmt: skip
+"""Names of source and configuration files without an ending, in lower case."""
+_VARIANTS: Final = frozenset({"containerfile", "dockerfile", "license", "makefile", "notice", "requirements"})
+"""Names of which there are variants, such as `Dockerfile.gpu`, `LICENSE-MIT` and `requirements-dev`."""
+IGNORE_FILE: Final = ".accelignore"
+_MAX_FILE_BYTES = 20_000_000
+"""Limit of a file that git does not track; tokenizers and notebooks with images have a few megabytes."""
+_MAX_BYTES = 100_000_000
+"""Limit of all such files: those of a project are smaller, and a folder of JSON files with data is larger."""
+_KINDS = "source and configuration files"
+_ALL = f"all {_KINDS}"
+_LEFT_OUT = (
+    f"Files that git does not track are sent if they are source or configuration of up to {_MAX_FILE_BYTES // 10**6} MB, and "
+    f"{_MAX_BYTES // 10**6} MB together. Add those that the script needs to launcher.include"
+)
 _NUM_SHOWN = 5
+_NUM_LISTED = 100
+_MAX_SINGLE = 3
+"""More files of a folder that are left out are shown as one."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +130,8 @@ class Selection:
     files: tuple[SelectedFile, ...]
     method: str = ""
     """How the files were selected."""
+    left_out: tuple[SelectedFile, ...] = ()
+    """Files that are not sent, since they are data or too large."""
     secrets: tuple[str, ...] = ()
     """Files that are not sent, since their names are those of credentials or they contain tokens."""
     tokens: tuple[FoundToken, ...] = ()
@@ -87,8 +153,9 @@ class Selection:
 def select_files(
     source: Path, include: Sequence[str] = (), exclude: Sequence[str] = (), *, keep_links: bool = False
 ) -> Selection:
-    """Select the files of a folder: those git does not ignore and those of `include`, without `exclude` and secrets.
+    """Select the files of a folder: those git tracks, and source and configuration up to a size that git does not ignore.
 
+    `.accelignore` in the folder removes files, and adds those of patterns with `!`. `include` adds files, and `exclude` removes them.
     A secret is sent if a pattern of `include` names it. Links that leave the folder or are broken are refused, unless
     `keep_links` keeps all links as they are.
 
@@ -98,25 +165,34 @@ def select_files(
     source = source.resolve()
     if not source.is_dir():
         raise UsageError(f"Folder not found: {source} (launcher.source_dir).")
-    excluded = _parse_patterns("exclude", exclude)
-    names, method, notes = _list_files(source, excluded)
-    names |= _find_included(source, include, excluded, names)
+    excluded = _parse_patterns("launcher.exclude", exclude)
+    ignored = _read_ignore_file(source)
+    listing = _list_files(source, [excluded, ignored.spec])
+    added = _find_added(source, include, ignored, excluded, listing.tracked | listing.new)
+    names = {name for name in listing.tracked | listing.new if not ignored.spec.match_file(name)} | added
     names = {name for name in names if not excluded.match_file(name)}
-    allowed = _parse_patterns("include", [text for text in include if is_secret_name(text)])
+    allowed = _parse_patterns("launcher.include", [text for text in include if is_secret_name(text)])
     secrets = {name for name in names if is_secret_name(name) and not allowed.match_file(name)}
-    tokens = _find_tokens(source, names - secrets, include, notes)
+    left_out = _find_left_out(source, (names & listing.new) - added - secrets)
+    names -= secrets | {file.name for file in left_out}
+    notes = list(listing.notes)
+    tokens = _find_tokens(source, names, include, notes)
     secrets |= {token.name for token in tokens}
     if secrets:
         notes.append(
             f"{_describe_secrets(secrets, tokens)}. Add those that the script needs to launcher.include"
         )
+    if left_out:
+        notes.append(_describe_left_out(left_out))
     files = _stat_files(source, sorted(names - secrets, key=os.fsencode), keep_links=keep_links)
     sent = _collect_names(files)
     links = [] if keep_links else [file.name for file in files if file.link]
     broken = [name for name in links if _resolve_name(source, name) not in sent]
     if broken:
         notes.append(f"links that will be broken, since their targets are not sent: {_join_names(broken)}")
-    return Selection(source, tuple(files), method, tuple(sorted(secrets)), tokens, tuple(notes))
+    return Selection(
+        source, tuple(files), listing.method, tuple(left_out), tuple(sorted(secrets)), tokens, tuple(notes)
+    )
 
 
 def _find_tokens(
@@ -149,6 +225,29 @@ def _describe_secrets(secrets: Iterable[str], tokens: Iterable[FoundToken]) -> s
     return f"not sent, since they may hold secrets: {listed}"
 
 
+def _describe_left_out(files: Sequence[SelectedFile]) -> str:
+    """Return the largest files that are left out, or the folders at the top that have several of them."""
+    groups: dict[str, list[SelectedFile]] = {}
+    for file in files:
+        groups.setdefault(file.name.partition("/")[0], []).append(file)
+    entries = []
+    for top, members in groups.items():
+        if len(members) > _MAX_SINGLE:
+            entries.append((sum(file.size for file in members), f"{top}/", len(members)))
+        else:
+            entries += [(file.size, file.name, 1) for file in members]
+    entries.sort(key=lambda entry: (-entry[0], entry[1]))
+    shown = [
+        f"{format_name(name)} ({f'{count} files, ' if count > 1 else ''}{console.format_size(size)})"
+        for size, name, count in entries[:_NUM_SHOWN]
+    ]
+    more = ""
+    if rest := entries[_NUM_SHOWN:]:
+        size = console.format_size(sum(size for size, _, _ in rest))
+        more = f" and {sum(count for _, _, count in rest)} more ({size})"
+    return f"left out: {', '.join(shown)}{more}. {_LEFT_OUT}"
+
+
 def locate_target(target: str, kind: str, source_dir: str, cure: str) -> tuple[str, str]:
     """Return a target and the current directory, by their paths in the folder that is sent.
 
@@ -174,9 +273,13 @@ def check_selected(selection: Selection, path: str | Path) -> None:
     name = os.path.normpath(path)
     if {name, _resolve_name(selection.source, name)} & _collect_names(selection.files):
         return
-    reason = "git ignores it, it is a cache or empty, or launcher.exclude matches it"
+    reason = f"git ignores it, it is a cache or empty, or launcher.exclude or {IGNORE_FILE} matches it"
     if name in selection.secrets:
         reason = "it may hold secrets"
+    elif any(file.name == name for file in selection.left_out):
+        reason = (
+            f"it is neither source nor configuration, or larger than {console.format_size(_MAX_FILE_BYTES)}"
+        )
     raise UsageError(
         f"{format_name(name)} is needed, but is not sent: {reason}. Add it to launcher.include, or change launcher.exclude."
     )
@@ -198,6 +301,13 @@ def describe_selection(selection: Selection) -> Iterator[str]:
     for file in sorted(selection.files, key=lambda file: (-file.size, file.name)):
         link = f" -> {format_name(file.link)}" if file.link else ""
         yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}{link}"
+    if selection.left_out:
+        yield f"left out: {len(selection.left_out)} files. {_LEFT_OUT}"
+        largest = sorted(selection.left_out, key=lambda file: (-file.size, file.name))
+        for file in largest[:_NUM_LISTED]:
+            yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}"
+        if rest := largest[_NUM_LISTED:]:
+            yield f"  {console.format_size(sum(file.size for file in rest)):>9}  in {len(rest)} more files"
     if selection.secrets:
         yield _describe_secrets(selection.secrets, selection.tokens)
 
@@ -216,42 +326,117 @@ def is_clutter(path: Path) -> bool:
         return False
 
 
-def _parse_patterns(key: str, texts: Iterable[str]) -> GitIgnoreSpec:
+def is_source_file(path: Path) -> bool:
+    """Return whether a file is source or configuration: by its name, or as a script without an ending that begins with `#!`."""
+    name = path.name.lower()
+    if name in SOURCE_NAMES or path.suffix.lower() in SOURCE_SUFFIXES:
+        return True
+    if re.split(r"[._-]", name, maxsplit=1)[0] in _VARIANTS:
+        return True
+    return not path.suffix and _read_start(path) == b"#!"
+
+
+def _read_start(path: Path) -> bytes:
+    """Return the first two bytes of a regular file; none if it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(2)
+    except OSError:
+        return b""
+
+
+def _find_left_out(source: Path, names: Iterable[str]) -> list[SelectedFile]:
+    """Return the files that are not sent although git does not ignore them: data, large files, and the largest of too many."""
+    left_out: list[SelectedFile] = []
+    kept: list[SelectedFile] = []
+    for name in names:
+        try:
+            status = (source / name).lstat()
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            file = SelectedFile(name, status.st_size)
+            is_sent = file.size <= _MAX_FILE_BYTES and is_source_file(source / name)
+            (kept if is_sent else left_out).append(file)
+    total = 0
+    for file in sorted(kept, key=lambda file: (file.size, file.name)):
+        total += file.size
+        if total > _MAX_BYTES:
+            left_out.append(file)
+    return sorted(left_out, key=lambda file: file.name)
+
+
+def _parse_patterns(origin: str, texts: Iterable[str]) -> GitIgnoreSpec:
     from pathspec import GitIgnoreSpec  # noqa: PLC0415 - only launches that send files need it
 
     try:
-        return GitIgnoreSpec.from_lines(re.sub(r"^\./", "/", text) for text in texts)
+        return GitIgnoreSpec.from_lines(re.sub(r"^(!?)\./", r"\1/", text) for text in texts)
     except (ValueError, re.error) as error:
-        raise UsageError(f"Invalid pattern in launcher.{key}: {error}.") from None
+        raise UsageError(f"Invalid pattern in {origin}: {error}.") from None
 
 
-def _list_files(source: Path, excluded: GitIgnoreSpec) -> tuple[set[str], str, list[str]]:
-    """Return the names of files as git lists them, else of all but clutter; how they were listed; and notes."""
+class _IgnoreFile(NamedTuple):
+    """The patterns of `.accelignore`."""
+
+    spec: GitIgnoreSpec
+    negations: tuple[str, ...]
+    """The patterns that begin with `!`, without it: they add files."""
+
+
+def _read_ignore_file(source: Path) -> _IgnoreFile:
+    path, lines = source / IGNORE_FILE, []
+    if path.is_file():  # not a pipe
+        try:
+            lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
+        except OSError as error:
+            raise UsageError(
+                f"Cannot read {path}: {error.strerror}. Make it readable, or remove it."
+            ) from None
+    negations = tuple(line[1:] for line in lines if line.startswith("!"))
+    return _IgnoreFile(_parse_patterns(str(path), lines), negations)
+
+
+class _Listing(NamedTuple):
+    """The files of a folder before rules apply."""
+
+    tracked: set[str]
+    new: set[str]
+    """Files that git does not track, without those that it ignores, and without clutter."""
+    method: str
+    notes: tuple[str, ...] = ()
+
+
+def _list_files(source: Path, skipped: Sequence[GitIgnoreSpec]) -> _Listing:
+    """Return the names of files as git lists them, else of all but clutter."""
     notes: list[str] = []
     try:
-        names = _list_with_git(source, "", notes)
+        listed = _list_with_git(source, "", notes)
     except git.GitError as error:
         notes = [f"git cannot list the files of {source}: {error}. So {_ALL} are sent"]
     else:
-        if names:
-            return names, "tracked by git, or new and not ignored", notes
-        if names is not None:
+        if listed and any(listed):
+            return _Listing(*listed, f"tracked by git, or new and not ignored: {_KINDS}", tuple(notes))
+        if listed is not None:
             notes = [
                 f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"
             ]
-    return set(walk_files(source, excluded)), f"{_ALL}, since git does not list them", notes
+    return _Listing(
+        set(), set(walk_files(source, skipped)), f"{_ALL}, since git does not list them", tuple(notes)
+    )
 
 
-def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str] | None:
-    """Return the files that git lists in a folder and in the repositories below it, without clutter that is new.
+def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> tuple[set[str], set[str]] | None:
+    """Return the tracked and the new files of a folder and of the repositories below it; of the new ones, those without clutter.
 
     None if the folder is in no repository.
     """
     entries = git.list_files(source / subfolder, "-t", "--cached")
     if entries is None:
         return None
-    names: set[str] = set()
+    tracked: set[str] = set()
     new: set[str] = set()
+    nested: list[tuple[set[str], set[str]]] = []
     for entry in entries:
         tag, listed = entry[0], entry[2:]
         if not _is_below(listed):
@@ -259,16 +444,17 @@ def _list_with_git(source: Path, subfolder: str, notes: list[str]) -> set[str] |
         name = str(PurePosixPath(subfolder, listed))
         path = source / name
         if path.is_symlink() or not path.is_dir():
-            (new if tag == "?" else names).add(name)
+            (new if tag == "?" else tracked).add(name)
         elif os.path.lexists(path / ".git"):
-            names |= _list_with_git(source, name, notes) or set()
+            nested.append(_list_with_git(source, name, notes) or (set(), set()))
         else:
             notes.append(
                 f"submodule {name} is not checked out, so its files are not sent. Run git submodule update --init"
             )
     parts = {part for name in new for part in (*_list_parents(name), name)}
     clutter = {part for part in parts if is_clutter(source / part)}
-    return names | {name for name in new if clutter.isdisjoint((*_list_parents(name), name))}
+    new = {name for name in new if clutter.isdisjoint((*_list_parents(name), name))}
+    return tracked.union(*(one for one, _ in nested)), new.union(*(one for _, one in nested))
 
 
 def _is_below(name: str) -> bool:
@@ -278,9 +464,9 @@ def _is_below(name: str) -> bool:
 
 
 def walk_files(
-    source: Path, excluded: GitIgnoreSpec | None = None, named: frozenset[str] = frozenset()
+    source: Path, skipped: Sequence[GitIgnoreSpec] = (), named: frozenset[str] = frozenset()
 ) -> Iterator[str]:
-    """Yield the files and links of a folder, without clutter that is not `named`; links are not followed."""
+    """Yield the files and links of a folder, without `skipped` folders and clutter that is not `named`; links are not followed."""
 
     def refuse(error: OSError) -> None:
         raise UsageError(
@@ -295,29 +481,30 @@ def walk_files(
                 continue
             if name not in folders or (source / path).is_symlink():
                 yield path
-            elif excluded is None or not excluded.match_file(f"{path}/"):
+            elif not any(spec.match_file(f"{path}/") for spec in skipped):
                 entered.append(name)
         folders[:] = entered
 
 
-def _find_included(
-    source: Path, include: Sequence[str], excluded: GitIgnoreSpec, listed: set[str]
+def _find_added(
+    source: Path, include: Sequence[str], ignored: _IgnoreFile, excluded: GitIgnoreSpec, listed: set[str]
 ) -> set[str]:
-    """Return the files that the patterns of `include` match, also in caches that a pattern names."""
-    if not include:
+    """Return the files that patterns of `include` and patterns with `!` match, also in caches that a pattern names."""
+    patterns = (*include, *ignored.negations)
+    if not patterns:
         return set()
-    named = frozenset(part for text in include for part in text.split("/"))
-    everything = {*walk_files(source, excluded, named), *listed}
-    included = set()
+    named = frozenset(part for text in patterns for part in text.split("/"))
+    everything = {*walk_files(source, [excluded], named), *listed}
+    added = {name for name in everything if ignored.spec.check_file(name).include is False}
     for text in include:
-        matches = set(_parse_patterns("include", [text]).match_files(everything))
+        matches = set(_parse_patterns("launcher.include", [text]).match_files(everything))
         if not matches:
             raise UsageError(
                 f"launcher.include {text!r} matches no file in {source}. Links are not followed; correct or remove the "
                 "pattern."
             )
-        included |= matches
-    return included
+        added |= matches
+    return added
 
 
 def _stat_files(source: Path, names: Sequence[str], *, keep_links: bool) -> list[SelectedFile]:

@@ -406,7 +406,7 @@ class SageMakerSection(Launcher):
     )
     include: _Patterns = Field(
         default_factory=list,
-        description="Patterns of files to send although git ignores them, or although they may hold secrets.",
+        description="Patterns of files to send although git ignores them, they are data, or they may hold secrets.",
     )
     exclude: _Patterns = Field(default_factory=list, description="Patterns of files not to send.")
     max_upload_size: int = Field(

@@ -132,7 +132,7 @@ class Ssh(Launcher):
     ] = False
     include: list[str] = Field(
         default_factory=list,
-        description="With `sync`, patterns of files to copy although git ignores them, or although they may hold secrets.",
+        description="With `sync`, patterns of files to copy although git ignores them, they are data, or they may hold secrets.",
     )
     exclude: list[str] = Field(
         default_factory=list, description="With `sync`, patterns of files not to copy."

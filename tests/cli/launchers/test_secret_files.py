@@ -43,7 +43,7 @@ def test_a_name_without_its_row_is_sent(monkeypatch):
 
 def clear_caches(monkeypatch):
     """Compile the table anew, now and after the test."""
-    for name in ("_compile_table", "_find_by_name"):
+    for name in ("_compile_table", "_find_by_folder", "_find_by_name"):
         function = getattr(secret_files, name).__wrapped__
         monkeypatch.setattr(secret_files, name, functools.cache(function))
 

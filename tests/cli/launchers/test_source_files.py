@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,16 @@ def test_files_listed_by_git_are_selected(tree, write, git):
 
 
 PARTS = st.binary(min_size=1, max_size=12).filter(lambda part: not {0, 47} & set(part)).map(os.fsdecode)
-NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1, max_size=3).map("/".join)
+NAMES = st.lists(PARTS.filter(lambda part: part not in {".", ".."}), min_size=1, max_size=3).map(
+    lambda parts: "/".join(parts) + ".py"
+)
 
 
 def is_ordinary(name):
     unwanted = any(
         source_files.is_clutter(Path(part)) or part.lower() == ".gitignore" for part in name.split("/")
     )
-    return not unwanted and not is_secret_name(name)
+    return not unwanted and not is_secret_name(name) and not name.endswith(".accelignore")
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -109,10 +112,10 @@ def test_a_submodule_that_is_not_checked_out_is_reported(tree, git, submodule):
     assert "git submodule update --init" in selection.notes[0]
 
 
-def test_all_files_except_clutter_are_selected_outside_of_a_repository(tree, write):
+def test_source_files_except_clutter_are_selected_outside_of_a_repository(tree, write):
     write(
         "train.py",
-        "data/x.csv",
+        "data/x.yaml",
         "__pycache__/a.pyc",
         "b.pyc",
         ".venv/x",
@@ -122,7 +125,7 @@ def test_all_files_except_clutter_are_selected_outside_of_a_repository(tree, wri
     )
     os.mkfifo(tree / "pipe")
     selection = select_files(tree)
-    assert names(selection) == ["data/x.csv", "train.py"]
+    assert names(selection) == ["data/x.yaml", "train.py"]
     assert selection.notes == ()
 
 
@@ -177,10 +180,10 @@ def test_an_invalid_pattern_is_rejected(tree):
 
 @pytest.mark.parametrize(
     "pattern",
-    ["*.csv", "data", "data/", "/data", "./data", "data/*.csv", "data/**", "**/a.csv", "x/**/z.bin", "?.bin"],
+    ["*.txt", "data", "data/", "/data", "./data", "data/*.txt", "data/**", "**/a.txt", "x/**/z.md", "?.md"],
 )
 def test_patterns_match_as_in_gitignore(tree, write, git, pattern):
-    listed = ["a.csv", "data/a.csv", "data/b/a.csv", "x/data/a.csv", "x/y/z.bin", "z.bin", "data2/q"]
+    listed = ["a.txt", "data/a.txt", "data/b/a.txt", "x/data/a.txt", "x/y/z.md", "z.md", "data2/q.py"]
     write(*listed)
     excluded = {*listed} - {*names(select_files(tree, [], [pattern]))}
     included = names(select_files(tree, [pattern]))
@@ -253,7 +256,7 @@ def test_links_out_of_the_folder_or_to_missing_files_are_all_reported_at_once(tr
 
 
 def test_a_link_to_an_unselected_file_is_reported(tree, write):
-    write("runs/1/x", "train.py")
+    write("runs/1/x.py", "train.py")
     (tree / "last").symlink_to("runs/1")
     assert select_files(tree).notes == ()
     assert select_files(tree, [], ["runs"]).notes == (
@@ -315,7 +318,7 @@ def test_the_summary_lists_selected_and_omitted_files(tree, write, git):
     write(".gitignore", text="*.bin\n")
     git("init")
     assert list(source_files.describe_selection(select_files(tree, [], ["a.py"]))) == [
-        f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored",
+        f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored: source and configuration files",
         "     1.2 kB  lib/large.py",
         "        6 B  .gitignore",
         "        2 B  train.py",
@@ -354,14 +357,15 @@ def test_files_that_may_contain_secrets_are_recognized_by_name(tree, write, name
     ("target", "reason"),
     [
         *((target, None) for target in ("train.py", "./train.py", "lib/../train.py", "link.py", "folder/a.py", "lib", ".")),
-        ("ignored.py", "ignored.py is needed, but is not sent: git ignores it, it is a cache or empty, or"),
+        ("ignored.py", "ignored.py is needed, but is not sent: git ignores it, it is a cache or empty, or launcher.exclude or .accelignore matches it"),
+        ("data.bin", "data.bin is needed, but is not sent: it is neither source nor configuration, or larger than 20.0 MB. Add it to"),
         ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
         ("empty", "empty is needed, but is not sent: git ignores it, it is a cache or empty,"),
         ("key.pem", "key.pem is needed, but is not sent: it may hold secrets. Add it to launcher.include"),
     ],
 )  # fmt: skip
 def test_a_file_that_the_job_needs_must_be_selected(tree, write, git, target, reason):
-    write("train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem")
+    write("train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem", "data.bin")
     write(".gitignore", text="ignored.py\n")
     (tree / "link.py").symlink_to("train.py")
     (tree / "folder").symlink_to("lib")
@@ -377,18 +381,215 @@ def test_a_file_that_the_job_needs_must_be_selected(tree, write, git, target, re
 
 
 @pytest.mark.parametrize("has_git", [True, False])
-def test_all_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, PLR0917
+def test_source_files_except_clutter_are_selected_if_git_fails(  # noqa: PLR0913, PLR0917
     tree, write, git, has_git, monkeypatch, tmp_path
 ):
-    write("train.py", "x.bin")
-    write(".gitignore", text="*.bin\n")
+    write("train.py", "x.md", "x.bin")
+    write(".gitignore", text="x.*\n")
     git("init")
     if has_git:
         (tree / ".git" / "index").write_text("no index")
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
     selection = select_files(tree)
-    assert names(selection) == [".gitignore", "train.py", "x.bin"]
+    assert names(selection) == [".gitignore", "train.py", "x.md"]
     assert re.search(
-        "(index file smaller than expected|git is not found).*all files except", selection.notes[0]
+        "(index file smaller than expected|git is not found).*all source and configuration",
+        selection.notes[0],
     )
+
+
+SOURCE = [
+    "train.py", "stubs.pyi", "demo.ipynb", "run.sh", "job.sbatch", "job.slurm", "conf/model.yaml", "a.yml", "a.json", "a.toml", "setup.cfg",
+    "tox.ini", "requirements.txt", "README.md", "k.c", "k.cpp", "k.cu", "k.cuh", "k.h", "k.hip", "Dockerfile", "Dockerfile.gpu",
+    "dockerfile-cpu", "Makefile", "LICENSE", "LICENSE-MIT", "requirements-dev", "chat.jinja", "chat_template.j2", "tokenizer.model",
+    "tokenizer.json", "vocab.txt", "merges.txt", "cl100k.tiktoken", "bpe.codes", "a.proto", "main.tf", "CMakeLists.txt", "ops.CPP", "py.typed",
+    ".gitignore", ".accelignore", ".dockerignore", ".flake8", ".python-version", ".env.example", "MANIFEST.in", "uv.lock", "Snakefile",
+    "hostfile", "VERSION", "query.sql", "page.html", "deploy.service", "kernel.metal", "main.rs", "main.go", "main.jl", "Main.java", "index.ts",
+]  # fmt: skip
+DATA = [
+    "train.csv", "train.tsv", "train.jsonl", "train.parquet", "train.pth", "train.arrow", "train.npy", "train.npz", "train.h5", "train.bin", "train.pt",
+    "train.pth.tar", "train.ckpt", "train.safetensors", "train.gguf", "train.onnx", "train.pkl", "train.zip", "train.tar.gz", "image.png",
+    "image.jpg", "image.svg", "sound.wav", "film.mp4", "train.tfrecord", "train.db", "train.sqlite", "output.log", "core", "a.out", "lib.so",
+    "lib.a", "a.o", "a.whl", "a.pdf", "events.out.tfevents.1", "train.lmdb", "train.mdb", "train.feather", "weights", "part-00000",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_new_files_are_sent_if_they_are_source_or_configuration(tree, write, git, repository):
+    if repository:
+        git("init")
+    write(*SOURCE, *DATA)
+    selection = select_files(tree)
+    assert names(selection) == sorted(SOURCE, key=os.fsencode)
+    assert [file.name for file in selection.left_out] == sorted(DATA)
+    assert names(select_files(tree, DATA)) == sorted(SOURCE + DATA, key=os.fsencode)
+
+
+def test_tracked_files_are_sent_whatever_they_contain(tree, write, git):
+    write(*DATA)
+    git("init")
+    git("add", "-f", ".")
+    selection = select_files(tree)
+    assert (names(selection), selection.left_out) == (sorted(DATA), ())
+
+
+def test_a_script_without_an_ending_is_source(tree, write):
+    write("bin/prepare", text="#!/usr/bin/env python\n")
+    write("bin/data", text="#")
+    (tree / "pipe").symlink_to("bin/prepare")
+    assert names(select_files(tree)) == ["bin/prepare", "pipe"]
+
+
+def write_sparse(path, size):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+LIMITS = (
+    "Files that git does not track are sent if they are source or configuration of up to 20 MB, and 100 MB together. Add those that "
+    "the script needs to launcher.include"
+)
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_what_is_left_out_is_listed_with_its_size(tree, write, git, repository):
+    if repository:
+        git("init")
+    write("train.py", "labels.csv")
+    write_sparse(tree / "data" / "train.bin", 2 * 10**9)
+    write_sparse(tree / "large.json", 20_000_001)
+    write_sparse(tree / "small.json", 20_000_000)
+    selection = select_files(tree)
+    assert names(selection) == ["small.json", "train.py"]
+    assert selection.notes == (
+        f"left out: data/train.bin (2.00 GB), large.json (20.0 MB), labels.csv (2 B). {LIMITS}",
+    )
+    assert list(source_files.describe_selection(selection))[-4:] == [
+        f"left out: 3 files. {LIMITS}",
+        "    2.00 GB  data/train.bin",
+        "    20.0 MB  large.json",
+        "        2 B  labels.csv",
+    ]
+    assert names(select_files(tree, ["data/*", "large.json"])) == [
+        "data/train.bin", "large.json", "small.json", "train.py",
+    ]  # fmt: skip
+    assert select_files(tree, [], ["data", "*.json", "*.csv"]).notes == ()
+
+
+def test_the_smallest_files_are_sent_if_all_are_too_large_together(tree, write):
+    write("train.py")
+    for number in range(7):
+        write_sparse(tree / f"results/part{number}.json", 16_000_000 + number)
+    selection = select_files(tree)
+    assert names(selection) == [*(f"results/part{number}.json" for number in range(6)), "train.py"]
+    assert selection.notes == (f"left out: results/part6.json (16.0 MB). {LIMITS}",)
+
+
+def test_a_folder_with_many_files_that_are_left_out_is_shown_as_one(tree, write):
+    write("train.py", *(f"images/{number // 50}/{number}.png" for number in range(200)))
+    write(*(f"{letter}.csv" for letter in "abcdef"), *(f"arrays/{letter}.npy" for letter in "abc"))
+    selection = select_files(tree)
+    assert selection.notes == (
+        (
+            "left out: images/ (200 files, 400 B), a.csv (2 B), arrays/a.npy (2 B), arrays/b.npy (2 B), arrays/c.npy (2 B) and 5 more "
+            f"(10 B). {LIMITS}"
+        ),
+    )
+    lines = list(source_files.describe_selection(selection))
+    assert lines[2] == f"left out: 209 files. {LIMITS}"
+    assert lines[-1] == "      218 B  in 109 more files"
+
+
+def test_secrets_are_listed_as_such_whatever_their_ending(tree, write):
+    write("train.py", "key.p12", "id_rsa", "x.bin")
+    selection = select_files(tree)
+    assert selection.secrets == ("id_rsa", "key.p12")
+    assert [file.name for file in selection.left_out] == ["x.bin"]
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_each_rule_overrides_the_one_before(tree, write, git, repository):
+    """What git lists, `.accelignore`, `include`, `exclude`."""
+    write(
+        "train.py",
+        "tracked.bin",
+        "draft.py",
+        "kept.py",
+        "notes.md",
+        "data/a.bin",
+        "data/b.bin",
+        "data/c.bin",
+        "data/d.bin",
+        "ignored.py",
+    )
+    if repository:
+        write(".gitignore", text="ignored.py\ndata/\n")
+        git("init")
+        git("add", "tracked.bin", "draft.py")
+    ignored = "# a comment\n\ndraft.py\n*.md\ntracked.bin\nkept.py\n!kept.py\ndata/\n!data/b.bin\n!data/d.bin\n!ignored.py\n!nothing\n"
+    write(".accelignore", text=ignored)
+    expected = [
+        ".accelignore",
+        *([".gitignore"] if repository else []),
+        "data/b.bin",
+        "data/d.bin",
+        "ignored.py",
+        "kept.py",
+        "train.py",
+    ]
+    selection = select_files(tree)
+    assert (names(selection), selection.notes) == (expected, ())
+    selection = select_files(
+        tree, ["*.md", "data/a.bin", "data/d.bin", "draft.py"], ["data/d.bin", "kept.py", "ignored.py"]
+    )
+    assert names(selection) == [
+        *expected[: 1 + repository],
+        "data/a.bin",
+        "data/b.bin",
+        "draft.py",
+        "notes.md",
+        "train.py",
+    ]
+
+
+def test_an_ignore_file_cannot_send_secrets(tree, write):
+    """It may come with a folder of somebody else."""
+    write("train.py", ".env", ".aws/credentials")
+    write(".accelignore", text="!.env\n!.aws/credentials\n!*\n")
+    assert names(select_files(tree)) == [".accelignore", "train.py"]
+    assert names(select_files(tree, [".env"])) == [".accelignore", ".env", "train.py"]
+
+
+def test_an_ignored_folder_is_not_entered(tree, write, request):
+    write("train.py", "private/x")
+    write(".accelignore", text="private/\n")
+    (tree / "private").chmod(0)
+    request.getfixturevalue("unprivileged_user")
+    assert names(select_files(tree)) == [".accelignore", "train.py"]
+
+
+def test_an_invalid_or_special_ignore_file_is_reported_or_skipped(tree, write):
+    write("train.py")
+    write(".accelignore", text="[z-a]\n")
+    with pytest.raises(UsageError, match=r"Invalid pattern in \S+/\.accelignore: bad character range"):
+        select_files(tree)
+    (tree / ".accelignore").unlink()
+    os.mkfifo(tree / ".accelignore")
+    assert names(select_files(tree)) == ["train.py"]
+
+
+def test_the_example_of_the_documentation_selects_what_it_says(tree, write):
+    page = (Path(__file__).parents[3] / "docs" / "files-of-a-job.md").read_text(encoding="utf-8")
+    text = re.search(r"An example of `\.accelignore`:\n\n((?:    .*\n)+)", page)[1]
+    write(".accelignore", text=textwrap.dedent(text))
+    write(
+        "train.py",
+        "notebooks/a.ipynb",
+        "results/a.json",
+        "results/best.json",
+        "data/train.bin",
+        "data/vocab.bin",
+    )
+    assert names(select_files(tree)) == [".accelignore", "data/vocab.bin", "results/best.json", "train.py"]

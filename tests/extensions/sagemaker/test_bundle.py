@@ -288,7 +288,7 @@ def test_a_failed_pip_is_a_reason_without_credentials(tmp_path, monkeypatch, scr
 
 def test_an_upload_above_the_limit_is_rejected_with_the_largest_files(tree, write):
     for number in range(7):
-        write(f"part{number}.bin", text="x" * 200_000 * number)
+        write(f"part{number}.txt", text="x" * 200_000 * number)
     selection = select_files(tree)
     bundle.check_size(selection, 5)
     with pytest.raises(UsageError) as error:
@@ -296,7 +296,7 @@ def test_an_upload_above_the_limit_is_rejected_with_the_largest_files(tree, writ
     assert "The 7 files in" in str(error.value)
     assert "have 4.2 MB: launcher.max_upload_size is 4 MB" in str(error.value)
     assert (
-        "part6.bin (1.2 MB), part5.bin (1.0 MB), part4.bin (800.0 kB), part3.bin (600.0 kB), part2.bin (400.0 kB). Add"
+        "part6.txt (1.2 MB), part5.txt (1.0 MB), part4.txt (800.0 kB), part3.txt (600.0 kB), part2.txt (400.0 kB). Add"
         in str(error.value)
     )
     for help_ in ("launcher.exclude", ".gitignore", "launcher.inputs", "raise launcher.max_upload_size"):
