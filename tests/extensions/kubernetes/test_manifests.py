@@ -215,14 +215,14 @@ def test_the_script_runs_in_the_folder_of_the_launch(cwd, monkeypatch):
 
 
 def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
-    (cwd / "data.bin").write_bytes(os.urandom(1 << 20))
+    (cwd / "data.txt").write_bytes(os.urandom(1 << 20))
     with pytest.raises(
-        UsageError, match=r"carries at most 1 MiB\. The largest are data\.bin .*launcher\.source: image"
+        UsageError, match=r"carries at most 1 MiB\. The largest are data\.txt .*launcher\.source: image"
     ):
         manifests.read_source(plan(Kubernetes(image="i")).job)
-    assert manifests.read_source(plan(Kubernetes(image="i", exclude=["data.bin"])).job)
+    assert manifests.read_source(plan(Kubernetes(image="i", exclude=["data.txt"])).job)
     with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
-        manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.bin"])).job)
+        manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.txt"])).job)
 
 
 def test_nothing_is_needed_to_plan_what_is_in_the_image(monkeypatch):

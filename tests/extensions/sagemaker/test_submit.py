@@ -115,7 +115,7 @@ def test_the_profile_selects_region_and_bucket(aws, plan, capfd, monkeypatch):
 
 
 def test_a_builtin_module_uploads_no_source_folder(aws, plan, capfd, here):
-    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    (here / "big.txt").write_bytes(os.urandom(2_000_000))
     description, _ = submitted(aws, plan(is_builtin=True, max_upload_size=1), capfd)
     assert len(body(aws, description["TrainingJobName"], "source.tar.gz")) < 200
 
@@ -162,7 +162,7 @@ def test_a_preview_reports_invalid_values(plan, offline):
     ("options", "words"),
     [
         ({"exclude": ["*.py"]}, "train.py is needed, but is not sent: git ignores it"),
-        ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.bin"),
+        ({"max_upload_size": 1}, r"launcher\.max_upload_size is 1 MB. The largest are big\.txt"),
         ({"tags": {"a": "x" * 300}}, r"launcher\.tags"),
         (
             {"output_dir": "train.py", "detach": False},
@@ -173,7 +173,7 @@ def test_a_preview_reports_invalid_values(plan, offline):
     ],
 )
 def test_invalid_jobs_are_rejected_before_anything_is_uploaded(aws, plan, here, options, words):
-    (here / "big.bin").write_bytes(os.urandom(2_000_000))
+    (here / "big.txt").write_bytes(os.urandom(2_000_000))
     (here / "out/mine").mkdir(parents=True)
     before = world(aws)
     with pytest.raises(UsageError, match=words):
@@ -205,7 +205,7 @@ FAULTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "fault", "kind", "words"), FAULTS)
 def test_a_failed_submission_leaves_nothing_behind(aws, plan, operation, fault, kind, words):  # noqa: PLR0913, PLR0917
-    Path("big.bin").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))
+    Path("big.txt").write_bytes(os.urandom(9_000_000 if operation == "s3:UploadPart" else 0))
     before = world(aws)
     aws.fault(operation, **fault)
     with pytest.raises(AccelError) as caught:
@@ -398,7 +398,8 @@ def test_ctrl_c_after_the_start_names_the_command_to_stop_the_job(aws, plan, mon
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_upload_of_a_large_file_leaves_nothing_behind(aws, plan, monkeypatch, number):
-    Path("big.bin").write_bytes(os.urandom(30_000_000))
+    for name in ("a.txt", "b.txt"):
+        Path(name).write_bytes(os.urandom(15_000_000))
     client, sent = service.Account.client, []
 
     def open_client(self, name):

@@ -87,7 +87,7 @@ def test_two_hosts_run_a_script_with_slots_and_secrets(script, cwd, tmp_path):
 @pytest.mark.full
 def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(script, cwd, tmp_path):
     script(REPORT)
-    for name in (".env", "data.bin", "lib/part.py"):
+    for name in (".env", "data.txt", "lib/part.py"):
         (cwd / name).parent.mkdir(exist_ok=True)
         (cwd / name).write_text("text")
     copy = tmp_path / "the copy"
@@ -99,7 +99,7 @@ def test_three_hosts_get_the_working_folder_without_ignored_files_and_secrets(sc
             "--set",
             f"launcher.folder={copy}",
             "--set",
-            "launcher.exclude=[data.bin]",
+            "launcher.exclude=[data.txt]",
         )
         process = three.accel(*LAUNCH, *options, "--log-dir", str(tmp_path / "runs"), "train.py", str(cwd))
         output = read(process)
