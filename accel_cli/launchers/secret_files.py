@@ -615,7 +615,6 @@ SECRET_NAMES: Final = (
     SecretName("trains.conf", "ClearML", "trains.conf"),
     SecretName(".mlflow/", "MLflow", ".mlflow/config"),
     SecretName(".determined/", "Determined", ".determined/config"),
-    SecretName(".lightning/", "Lightning", ".lightning/config.json"),
     SecretName(".grid/", "Lightning", ".grid/config.json"),
     SecretName(".prefect/", "Prefect", ".prefect/profiles.toml"),
     SecretName(".dbt/", "dbt", ".dbt/profiles.yml"),
