@@ -147,6 +147,18 @@ MUTATIONS = (
         ("tests/extensions/skypilot/test_skypilot.py::test_what_cannot_be_a_task_is_refused",),
     ),
     Mutation(
+        "names of files with secrets",
+        "accel_cli.launchers.secret_files:is_secret_name",
+        return_value("False"),
+        ("tests/cli/launchers/test_secret_files.py::test_names_of_credentials_are_kept_back",),
+    ),
+    Mutation(
+        "data that a job does not send",
+        "accel_cli.launchers.source_files:_find_left_out",
+        set_value("is_sent", "True"),
+        ("tests/cli/launchers/test_source_files.py::test_what_is_left_out_is_listed_with_its_size",),
+    ),
+    Mutation(
         "resume of a run after a lost node",
         "accel_cli.extensions.ray.plan:RayRun.build_command",
         force_condition("resume", False),

@@ -425,6 +425,26 @@ LAUNCHER = (
         ("tests/cli/test_masking.py::test_secrets_are_hidden_and_the_rest_is_shown",),
         "secrets in output",
     ),
+    Promise(
+        "Secrets in files",
+        "A job sends no file with the name of credentials, a copy or an archive of one, nor a text file with a token.",
+        (
+            "tests/cli/launchers/test_secret_files.py::test_names_of_credentials_are_kept_back",
+            "tests/cli/launchers/test_secret_files.py::test_a_file_with_a_token_is_not_sent_and_is_listed_with_the_reason",
+            "tests/cli/launchers/test_source_files.py::test_an_ignore_file_cannot_send_secrets",
+        ),
+        "names of files with secrets",
+    ),
+    Promise(
+        "Files of a job",
+        "A job sends files that git tracks, and source and configuration; data are left out and listed with their size.",
+        (
+            "tests/cli/launchers/test_source_files.py::test_what_is_left_out_is_listed_with_its_size",
+            "tests/cli/launchers/test_source_files.py::test_each_rule_overrides_the_one_before",
+            "tests/cli/launchers/test_git.py::test_no_command_of_a_repositorys_configuration_is_run",
+        ),
+        "data that a job does not send",
+    ),
 )
 """Promises of `accel launch` and other commands."""
 
