@@ -176,15 +176,16 @@ def table(
     cropped: Collection[str] = (),
     optional: Sequence[str] = (),
 ) -> None:
-    r"""Write rows below headings to a terminal, and tab-separated rows to other programs.
+    r"""Write rows below headings to a terminal, and separated by tabs to other programs.
 
     On a narrow terminal, long values are folded; those of `cropped` columns are shortened, and `fixed` columns stay. Columns
     of `optional` are left out, the first one first, while the fixed ones do not fit. Control characters, such as the escape
     sequences of a terminal in the name of a file, are written as `\x1b`.
     """
+    columns = list(columns)
     rows = [[_escape(value, keep_lines=False) for value in row] for row in rows]
     if not sys.stdout.isatty():
-        for row in rows:
+        for row in [columns, *rows] if any(columns) else rows:
             plain("\t".join(row))
         return
     from rich.cells import cell_len  # noqa: PLC0415 - as above

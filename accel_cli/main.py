@@ -8,54 +8,48 @@ import re
 import shutil
 import signal
 import sys
+from typing import Annotated
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Group
-from accel_cli.commands.completion import install_completion, prepare_bash, show_completion
-from accel_cli.commands.options import option
+from accel_cli.commands.command import LazyGroup, complete_assignments_in_bash, format_parsing_error
 from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_process_limit
 from accel_cli.planning.launch_options import normalize_option
 from accel_runtime.environment.registry import Registry
 
 __all__ = ["COMMANDS", "accel", "main"]
 
-COMMANDS: Registry[click.Command] = Registry(
+COMMANDS: Registry[typer.Typer] = Registry(
     {
-        "launch": "accel_cli.commands.launch:launch",
-        "runs": "accel_cli.commands.runs:runs",
-        "logs": "accel_cli.commands.runs:logs",
-        "top": "accel_cli.commands.top:top",
-        "test": "accel_cli.commands.launch:test",
-        "stacks": "accel_cli.commands.runs:stacks",
-        "report": "accel_cli.extensions.report.command:report",
-        "tpu-pod": "accel_cli.extensions.xla.tpu_pod:tpu_pod",
-        "checkpoint": "accel_cli.commands.checkpoint:checkpoint",
-        "jobs": "accel_cli.commands.jobs:jobs",
-        "config": "accel_cli.commands.config:config",
-        "estimate": "accel_cli.extensions.estimate.command:estimate",
-        "migrate": "accel_cli.extensions.migrate.command:migrate",
-        "env": "accel_cli.commands.env:env",
+        "launch": "accel_cli.commands.launch:app",
+        "test": "accel_cli.commands.launch:app",
+        "top": "accel_cli.commands.top:app",
+        "logs": "accel_cli.commands.runs:app",
+        "runs": "accel_cli.commands.runs:app",
+        "stacks": "accel_cli.commands.runs:app",
+        "report": "accel_cli.extensions.report.command:app",
+        "checkpoint": "accel_cli.commands.checkpoint:app",
+        "jobs": "accel_cli.commands.jobs:app",
+        "xla": "accel_cli.extensions.xla.tpu_pod:app",
+        "config": "accel_cli.commands.config:app",
+        "estimate": "accel_cli.extensions.estimate.command:app",
+        "migrate": "accel_cli.extensions.migrate.command:app",
+        "env": "accel_cli.commands.env:app",
     },
     group="accel.commands",
     error=UsageError,
 )
-"""The commands of `accel` by name; the module of each is imported when it is looked up."""
+"""The commands of `accel` by name, in the order of the help; the module of each is imported when it is looked up."""
 
 
-def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        from accel_runtime.environment.settings import __version__
-
-        console.plain(f"accel {__version__}")
-        ctx.exit()
+class _Accel(LazyGroup):
+    table = COMMANDS
 
 
-@click.group(
-    "accel",
-    cls=Group,
-    commands=COMMANDS,
+app = typer.Typer(
+    name="accel",
+    cls=_Accel,
     epilog="A first run: accel launch --nproc-per-node 2 train.py --epochs 3",
     no_args_is_help=True,
     context_settings={
@@ -64,30 +58,34 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
         "token_normalize_func": normalize_option,
     },
 )
-@option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Print the version and exit.",
-)
-@option(
-    "--install-completion",
-    is_flag=True,
-    expose_value=False,
-    callback=install_completion,
-    help="Install completion for the current shell.",
-)
-@option(
-    "--show-completion",
-    is_flag=True,
-    expose_value=False,
-    callback=show_completion,
-    help="Show completion for the current shell, to copy it or customize the installation.",
-)
-def accel() -> None:
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from accel_runtime.environment.settings import __version__
+
+        console.plain(f"accel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _train(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            is_eager=True,
+            expose_value=False,
+            callback=_print_version,
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
     """Train PyTorch scripts on one process, several GPUs, and clusters."""
+
+
+accel = typer.main.get_command(app)
+complete_assignments_in_bash()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -100,14 +98,13 @@ def main(arguments: list[str] | None = None) -> None:
         _open_missing_streams()
         _escape_unencodable_characters()
         _reset_sigchld()
-        prepare_bash()
         code = accel.main(arguments, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)  # another package's command may return a value
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         # No process was started, so there is nothing to report.
         sys.exit(128 + 2)
-    except click.ClickException as error:
-        if text := _format_parsing_error(error):
+    except typer.TyperException as error:
+        if text := format_parsing_error(error):
             console.error(text)
         sys.exit(error.exit_code)
     except AccelError as error:
@@ -136,21 +133,6 @@ def _explain_missing_command(message: str) -> str:
     from accel_runtime.environment.installation import format_python
 
     return f"accel is not on PATH: run {format_python()} -m accel_cli in its place"
-
-
-def _format_parsing_error(error: click.ClickException) -> str:
-    """Return the message for a command line that click rejects; empty for a group alone, which has printed its help."""
-    text = error.format_message()
-    if isinstance(error, click.NoSuchOption):
-        similar = ", ".join(sorted(error.possibilities or ()))
-        text = f"No such option: {error.option_name}" + (f" (Possible options: {similar})" if similar else "")
-    text = re.sub(r"^Got unexpected extra arguments?", "Got unexpected extra argument(s)", text)
-    if not text:
-        return ""
-    end = "" if text.endswith((".", "?")) else "."
-    context = getattr(error, "ctx", None)
-    command = f"{context.command_path} " if context else ""
-    return f"{text}{end} See {command}--help."
 
 
 def _reset_sigchld() -> None:

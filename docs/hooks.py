@@ -10,12 +10,12 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import click
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic.fields import FieldInfo
+from typer.core import TyperArgument, TyperGroup
 
 import accel_runtime
 from accel_cli import errors
@@ -83,7 +83,7 @@ def _add_copied_text(block: re.Match[str]) -> str:
 
 
 def cli_page() -> str:
-    """Return the page of all commands with their arguments and options, from the commands of click."""
+    """Return the page of all commands with their arguments and options, from the commands."""
     intro = (
         "# Command line (CLI)\n\n"
         "Generated from the commands; `accel COMMAND --help` prints the same. Every command also accepts "
@@ -95,7 +95,7 @@ def cli_page() -> str:
 def _commands(name: str, command: Any) -> Iterator[str]:
     """Yield the section of a command, and those of its subcommands."""
     yield _command(name, command)
-    if isinstance(command, click.Group):
+    if isinstance(command, TyperGroup):
         for below, inner in command.commands.items():
             yield from _commands(f"{name} {below}", inner)
 
@@ -104,10 +104,10 @@ def _command(name: str, command: Any) -> str:
     # As for completion: launchers add their options to those of `accel launch`.
     command.make_context(name, [], resilient_parsing=True)
     parts = [f"## `{name}`", command.help or ""]
-    if isinstance(command, click.Group):
+    if isinstance(command, TyperGroup):
         parts.append(_table(("Command", "Description"), _summaries(name, command)))
-    arguments = [p for p in command.params if isinstance(p, click.Argument)]
-    options = [p for p in command.params if not isinstance(p, click.Argument)]
+    arguments = [p for p in command.params if isinstance(p, TyperArgument)]
+    options = [p for p in command.params if not isinstance(p, TyperArgument)]
     if arguments:
         rows = [(_argument(p), _cell(p.help or "")) for p in arguments]
         parts.append(_table(("Argument", "Meaning"), rows))
@@ -120,7 +120,7 @@ def _command(name: str, command: Any) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _summaries(name: str, group: click.Group) -> list[tuple[str, str]]:
+def _summaries(name: str, group: TyperGroup) -> list[tuple[str, str]]:
     return [
         (f"[`{name} {below}`](#{name.replace(' ', '-')}-{below})", (inner.help or "").splitlines()[0])
         for below, inner in group.commands.items()
@@ -139,8 +139,8 @@ def _option(option: Any) -> str:
 
 
 def _meaning(option: Any) -> str:
-    default = option.to_info_dict()["default"]
-    return _cell((option.help or "") + ("" if default in (None, False, ()) else f" Default: `{default}`."))
+    default = option.default
+    return _cell((option.help or "") + ("" if default in (None, False) else f" Default: `{default}`."))
 
 
 # The profile ---------------------------------------------------------------------------

@@ -26,6 +26,8 @@ RUNTIME = sorted((ROOT / "accel_runtime").rglob("*.py"))
 READ_THE_ENVIRONMENT = (
     "accel_cli/commands/",
     "accel_cli/wizard/session.py",
+    # The shell completes the names of the profiles of this user.
+    "accel_cli/profile/options.py",
     "accel_cli/launchers/single.py",
     "accel_cli/runner/agent.py",
     "accel_cli/runner/run.py",
@@ -468,7 +470,7 @@ def test_only_the_console_writes_to_the_terminal_of_a_command():
     for path in CLI:
         for node in list_nodes(path):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called in {"print", "click.echo", "click.secho"} or re.match(
+            if called in {"print", "typer.echo", "typer.secho"} or re.match(
                 r"sys\.std(out|err)(\.buffer)?\.write", called
             ):
                 writers.add(name(path))

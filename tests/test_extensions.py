@@ -18,7 +18,7 @@ INTERPRETER = Interpreter(
     "torch.distributed.tensor.parallel",
     "safetensors.torch",
     "pydantic",
-    "click",
+    "typer",
     "rich",
     "support.fence",
 )

@@ -55,7 +55,7 @@ __all__ = [
 
 # Launch settings, with `compute_environment: LOCAL_MACHINE`.
 
-_POD = "use accel tpu-pod NAME, which starts the script on all hosts of a TPU pod"
+_POD = "use accel xla pod NAME, which starts the script on all hosts of a TPU pod"
 _SECTION = KeyRule(lambda *_: OFF, parse_mapping)
 
 

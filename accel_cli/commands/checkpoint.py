@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command, Group
-from accel_cli.commands.completion import complete_checkpoints, complete_files
-from accel_cli.commands.options import IntRange, argument, option
+from accel_cli.commands.command import LazyGroup
 from accel_cli.errors import UsageError
 from accel_runtime.environment.registry import Registry
 
 if TYPE_CHECKING:
     from accel_cli.commands.checkpoint_operations import ExportFormat
 
-__all__ = ["COMMANDS", "EXPORTS", "checkpoint"]
+__all__ = ["COMMANDS", "EXPORTS", "app"]
 
-COMMANDS: Registry[click.Command] = Registry(
+COMMANDS: Registry[typer.Typer] = Registry(
     {
-        "list": "accel_cli.commands.checkpoint:list_",
-        "verify": "accel_cli.commands.checkpoint:verify",
-        "show": "accel_cli.commands.checkpoint:show",
-        "export": "accel_cli.commands.checkpoint:export",
-        "prune": "accel_cli.commands.checkpoint:prune",
-        "import": "accel_cli.extensions.foreign_checkpoints.command:import_",
-        "copy": "accel_cli.commands.checkpoint:copy",
+        "list": "accel_cli.commands.checkpoint:commands",
+        "verify": "accel_cli.commands.checkpoint:commands",
+        "show": "accel_cli.commands.checkpoint:commands",
+        "export": "accel_cli.commands.checkpoint:commands",
+        "prune": "accel_cli.commands.checkpoint:commands",
+        "import": "accel_cli.extensions.foreign_checkpoints.command:app",
+        "copy": "accel_cli.commands.checkpoint:commands",
     },
     error=UsageError,
 )
@@ -46,33 +43,34 @@ EXPORTS: Registry[ExportFormat] = Registry(
 _MAX_FILES = 2
 """The most files of an item that are shown by name; of more, the first and the last are shown."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_directory = argument(
-    "directory",
-    metavar="DIR",
-    default=".",
-    help="Read this project directory, directory of checkpoints, or checkpoint, or the URL of one.",
-    shell_complete=complete_checkpoints,
-)
-_json = option("--json", "as_json", is_flag=True, help="Print JSON.")
-_command = partial(click.command, cls=Command)
+_Directory = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="Read this project directory, directory of checkpoints, or checkpoint, or the URL of one.",
+    ),
+]
+_CONTENT = "Content"
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@click.group(
-    "checkpoint",
-    cls=Group,
-    commands=COMMANDS,
-    panel="Run",
-    no_args_is_help=True,
-    epilog="Example: accel checkpoint list",
+class _Checkpoint(LazyGroup):
+    table = COMMANDS
+
+
+app = typer.Typer(
+    cls=_Checkpoint, rich_help_panel="Manage", no_args_is_help=True, epilog="Example: accel checkpoint list"
 )
+commands = typer.Typer()
+
+
+@app.callback()
 def checkpoint() -> None:
     """List, verify, show, export, import, copy and prune checkpoints."""
 
 
-@_command("list", epilog="Example: accel checkpoint list runs/7")
-@_directory
-@_json
-def list_(directory: str, as_json: bool) -> None:
+@commands.command("list", epilog="Example: accel checkpoint list runs/7")
+def list_(directory: _Directory = ".", as_json: _Json = False) -> None:
     """List the checkpoints of a directory, oldest first, and whether they are complete.
 
     Only manifests and file sizes are read; accel checkpoint verify reads every byte.
@@ -93,11 +91,8 @@ def list_(directory: str, as_json: bool) -> None:
         console.note(f"{path} {explain_leftover(path)}")
 
 
-@_command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
-@_directory
-@_json
-@click.pass_context
-def verify(context: click.Context, directory: str, as_json: bool) -> None:
+@commands.command("verify", epilog="Example: accel checkpoint verify runs/7/checkpoints/checkpoint_3")
+def verify(directory: _Directory = ".", as_json: _Json = False) -> None:
     """Read every byte of a checkpoint, or of the newest in a directory, and compare all checksums.
 
     If it is damaged, print what is damaged and the newest undamaged checkpoint before it, and exit with code 1.
@@ -108,7 +103,7 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
         result = verify_checkpoint(directory, progress)
     if as_json:
         console.print_json(result)
-        context.exit(0 if result["complete"] else 1)
+        raise typer.Exit(0 if result["complete"] else 1)
     for name in result["untracked"]:
         console.note(f"{name} is not part of {result['path']}")
     if result["complete"]:
@@ -124,14 +119,17 @@ def verify(context: click.Context, directory: str, as_json: bool) -> None:
         )
     else:
         console.note("no earlier checkpoint is undamaged")
-    context.exit(1)
+    raise typer.Exit(1)
 
 
-@_command("show", epilog="Example: accel checkpoint show --tensors")
-@_directory
-@option("--tensors", is_flag=True, help="List every tensor and the location of its parts.")
-@_json
-def show(directory: str, tensors: bool, as_json: bool) -> None:
+@commands.command("show", epilog="Example: accel checkpoint show --tensors")
+def show(
+    directory: _Directory = ".",
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor and the location of its parts.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
     """Show the contents of a checkpoint, or of the newest complete one in a directory."""
     from accel_cli.commands.checkpoint_operations import show_checkpoint
 
@@ -159,68 +157,85 @@ def show(directory: str, tensors: bool, as_json: bool) -> None:
         console.table(("TENSOR", "SHAPE", "DTYPE", "SIZE", "PARTS"), rows)
 
 
-@_command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
-@_directory
-@option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    required=True,
-    help="Write this file, or this folder in a format of several files.",
-    shell_complete=complete_files,
-)
-@option(
-    "--format",
-    "format_",
-    type=click.Choice(EXPORTS.names),
-    default="safetensors",
-    help="Write a safetensors file, models and optimizers for torch.distributed.checkpoint, or a folder as save_pretrained does.",
-)
-@option("--item", metavar="NAME", help="Export this item, such as model_1 or optimizer (default: model).")
-@option(
-    "--dtype",
-    type=click.Choice(["bf16", "fp16", "fp32"]),
-    help="Convert floating-point numbers.",
-)
-@option(
-    "--max-shard-size",
-    metavar="SIZE",
-    help="Write several files of at most this size, such as 5GB, and an index.",
-)
-@option(
-    "--rank",
-    metavar="N",
-    type=IntRange(min=0),
-    default=0,
-    help="Export the tensors of this rank, if ranks have different ones.",
-)
-@option(
-    "--layout",
-    type=click.Choice(["nested", "flattened", "torchtitan"]),
-    help="Write optimizers nested or flattened, or as torchtitan reads them (default: nested), in a format that takes it.",
-)
-@_json
+@commands.command("export", epilog="Example: accel checkpoint export runs/7 -o model.safetensors")
 def export(  # noqa: PLR0913, PLR0917 - one parameter an option
-    directory: str,
-    output: str,
-    format_: str,
-    item: str | None,
-    dtype: str | None,
-    max_shard_size: str | None,
-    rank: int,
-    layout: str | None,
-    as_json: bool,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write this file, or this folder in a format of several files.",
+        ),
+    ],
+    directory: _Directory = ".",
+    format_: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar=f"<{'|'.join(EXPORTS.names)}>",
+            help="Write a safetensors file, models and optimizers for torch.distributed.checkpoint, or a folder as "
+            "save_pretrained does.",
+            autocompletion=lambda: EXPORTS.names,
+        ),
+    ] = "safetensors",
+    item: Annotated[
+        str | None,
+        typer.Option(
+            "--item",
+            metavar="NAME",
+            help="Export this item, such as model_1 or optimizer (default: model).",
+            rich_help_panel=_CONTENT,
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option("--dtype", help="Convert floating-point numbers.", rich_help_panel=_CONTENT),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max-shard-size",
+            metavar="SIZE",
+            help="Write several files of at most this size, such as 5GB, and an index.",
+            rich_help_panel=_CONTENT,
+        ),
+    ] = None,
+    rank: Annotated[
+        int,
+        typer.Option(
+            "--rank",
+            metavar="N",
+            min=0,
+            help="Export the tensors of this rank, if ranks have different ones.",
+            rich_help_panel=_CONTENT,
+        ),
+    ] = 0,
+    layout: Annotated[
+        Literal["nested", "flattened", "torchtitan"] | None,
+        typer.Option(
+            "--layout",
+            help="Write optimizers nested or flattened, or as torchtitan reads them (default: nested), in a format "
+            "that takes it.",
+            rich_help_panel=_CONTENT,
+        ),
+    ] = None,
+    as_json: _Json = False,
 ) -> None:
     """Merge the weights of a checkpoint, or of the newest complete one, into one safetensors file.
 
     With --format hf, the weights are written as save_pretrained does; with --format dcp, models and optimizers for dcp.load.
 
-    No GPU is needed, memory use does not grow with the model, and every byte is verified. Checkpoints of DeepSpeed are exported
-    too, with float32 weights, but they have no checksums to verify.
+    No GPU is needed, memory use does not grow with the model, and every byte is verified.
+
+    Checkpoints of DeepSpeed are exported too, with float32 weights, but they have no checksums to verify.
     """
     from accel_runtime.storage.file_system import parse_size
     from accel_runtime.storage.tensor_file import MergeRequest
 
+    if format_ not in EXPORTS:
+        names = ", ".join(map(repr, EXPORTS.names))
+        raise typer.BadParameter(f"{format_!r} is not one of {names}", param_hint="'--format'")
     chosen = EXPORTS[format_]
     _refuse_options(
         format_, {"--item": item, "--dtype": dtype, "--max-shard-size": max_shard_size, "--layout": layout}
@@ -246,18 +261,14 @@ def export(  # noqa: PLR0913, PLR0917 - one parameter an option
     )
 
 
-@_command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
-@_directory
-@option(
-    "--keep",
-    metavar="N",
-    type=IntRange(min=1),
-    required=True,
-    help="Keep the N newest complete checkpoints.",
-)
-@option("-y", "--yes", is_flag=True, help="Remove without asking.")
-@click.pass_context
-def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
+@commands.command("prune", epilog="Example: accel checkpoint prune runs/7 --keep 3")
+def prune(
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=1, help="Keep the N newest complete checkpoints.")
+    ],
+    directory: _Directory = ".",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+) -> None:
     """Remove old checkpoints and leftovers of crashes.
 
     Nothing is removed until every byte of one checkpoint to keep has been verified.
@@ -271,14 +282,16 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
     if not planned["removed"] and not planned["leftovers"]:
         console.note(f"nothing to remove: {_count(planned['kept'])}")
         return
-    for entry in planned["removed"]:
-        console.plain(f"{entry['path']}\tstep {entry['step']}\t{console.format_size(entry['bytes'])}")
-    for path in planned["leftovers"]:
-        console.plain(f"{path}\t{explain_leftover(path)}")
+    rows = [
+        (entry["path"], str(entry["step"]), console.format_size(entry["bytes"]), "")
+        for entry in planned["removed"]
+    ]
+    rows += [(path, "", "", explain_leftover(path)) for path in planned["leftovers"]]
+    console.table(("TO REMOVE", "STEP", "SIZE", "STATE"), rows)
     if not yes and not sys.stdin.isatty():
         raise UsageError("Cannot ask before removing checkpoints: no terminal. Use --yes to remove them.")
     if not yes and not console.confirm(f"Remove these, and keep {_count(planned['kept'])}?"):
-        context.exit(1)
+        raise typer.Exit(1)
     with console.read_progress() as progress:
         result = prune_checkpoints(directory, keep, progress)
     console.note(f"removed {_count(result['removed'])}, kept {len(result['kept'])}")
@@ -286,14 +299,17 @@ def prune(context: click.Context, directory: str, keep: int, yes: bool) -> None:
         console.note(f"{path} was kept: it {explain_leftover(path)}")
 
 
-@_command(
-    "copy",
-    epilog="Example: accel checkpoint copy runs/7/checkpoints/checkpoint_3 checkpoint_3",
+@commands.command(
+    "copy", epilog="Example: accel checkpoint copy runs/7/checkpoints/checkpoint_3 checkpoint_3"
 )
-@_directory
-@argument("target", metavar="TARGET", help="Write this checkpoint, a path or URL where there is nothing.")
-@_json
-def copy(directory: str, target: str, as_json: bool) -> None:
+def copy(
+    directory: _Directory,
+    target: Annotated[
+        str,
+        typer.Argument(metavar="TARGET", help="Write this checkpoint, a path or URL where there is nothing."),
+    ],
+    as_json: _Json = False,
+) -> None:
     """Copy a checkpoint, or the newest complete one, from disk or object store to disk or object store.
 
     Every byte is verified, and the copy is complete or absent.

@@ -1,168 +1,211 @@
-"""The classes of commands and groups: help in panels, commands that are imported when used, and advice for options."""
+"""What the commands need beyond typer: groups that are imported when used, options of launchers, advice, and messages.
+
+This is the only module with private names of typer (`typer._click`, `typer._completion_classes`), as they are in 0.29: its
+parser raises exceptions that typer does not export, and its completion in bash does not join `KEY=VALUE`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
 
-import click
+import typer
+from typer._click.core import Command, Context, Parameter
+from typer._click.exceptions import NoSuchOption
+from typer._click.shell_completion import CompletionItem, add_completion_class
+from typer._completion_classes import BashComplete
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typing_extensions import override
 
 from accel_cli.errors import UsageError
-from accel_cli.planning.launch_options import find_foreign_option, normalize_option
+from accel_cli.planning.launch_options import LaunchOption, find_foreign_option, normalize_option
 from accel_runtime.environment.registry import Registry
 
-__all__ = ["Command", "Group", "find_unknown_options"]
+__all__ = [
+    "LazyGroup",
+    "Parsed",
+    "ScriptCommand",
+    "complete_assignments_in_bash",
+    "format_parsing_error",
+    "get_parsed",
+    "parse_launch",
+]
 
 
-class Command(click.Command):
-    """A command with help in panels.
+# Commands that are imported when used --------------------------------------------------
 
-    Args:
-        args: Arguments of `click.Command`.
-        panel: The panel of the group's help that lists the command.
-        gives_advice: Refuse an option of torchrun or Accelerate with the option to use instead.
-        settings: Settings of `click.Command`.
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are a table; the module of each is imported when it is looked up."""
+
+    table: ClassVar[Registry[Any]] = Registry({})
+    """The commands by name: functions, or objects of `typer.Typer` with the command or with commands below it."""
+
+    @override
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = cast("MutableMapping[str, Command]", _Commands(self.table))
+
+    @override
+    def list_commands(self, ctx: Context) -> list[str]:
+        return list(self.table.names)  # without those of other packages
+
+
+class _Commands(Mapping[str, Command]):
+    """The commands of a table."""
+
+    def __init__(self, table: Registry[Any]) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Command:
+        return _build_command(name, self._table[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def _build_command(name: str, entry: Any) -> Command:
+    """Return the command of an entry of a table: a function, or an object of `typer.Typer`."""
+    app = typer.Typer(add_completion=False)
+    if inspect.isfunction(entry):
+        app.command(name)(entry)
+        return typer.main.get_command(app)
+    if not isinstance(entry, typer.Typer):
+        raise UsageError(
+            f"Cannot run accel {name}: its entry point is neither a function nor an object of typer.Typer, but of type "
+            f"{type(entry).__name__}. Update or uninstall the package that adds it."
+        )
+    of_name = [command for command in entry.registered_commands if command.name == name]
+    app.registered_commands = of_name or entry.registered_commands
+    if not entry.registered_callback and len(app.registered_commands) == 1:
+        return typer.main.get_command(app)
+    app = typer.Typer(add_completion=False)
+    app.add_typer(entry, name=name, rich_help_panel=entry.rich_help_panel)
+    return typer.main.get_group(app).commands[name]
+
+
+# The command line of a launch ----------------------------------------------------------
+
+_FOREIGN_VALUES = frozenset({"gpu", "xpu", "cpu", "fp8"})
+"""Values of options of accel that only torchrun or Accelerate has."""
+_PARSED = "accel.parsed"
+
+
+class Parsed:
+    """What a command line with a script has beside the values of its options: the words, and their translation."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        """The command line, before parsing removes `--`."""
+        self.translation: Any = None
+        """The `accel_cli.accelerate.foreign_options.Translation`; None if all options are those of accel."""
+
+
+class ScriptCommand(TyperCommand):
+    """A command with a script, which keeps the words of its command line.
+
+    If what follows the script is passed to it (`allow_interspersed_args` is false), the command is a launch: options of other
+    launchers are translated, and those that launchers declare are added if the command line or the help needs them.
     """
 
     @override
-    def __init__(
-        self, *args: Any, panel: str = "Commands", gives_advice: bool = False, **settings: Any
-    ) -> None:
-        super().__init__(*args, **settings)
-        self.help = inspect.cleandoc(self.help or "")
-        self.panel = panel
-        self.gives_advice = gives_advice
-
-    @override
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if self.gives_advice and not ctx.resilient_parsing:  # not for shell completion
-            _refuse_unknown_options(self, ctx, args)
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        parsed = ctx.meta[_PARSED] = Parsed(args)
+        if ctx.allow_interspersed_args:
+            return super().parse_args(ctx, args)
+        needs_help = not args or not set(ctx.help_option_names).isdisjoint(args)
+        is_unknown = any(_find_unknown_options(self, ctx, args))
+        if ctx.resilient_parsing or needs_help or is_unknown:
+            names = {parameter.name for parameter in self.params}
+            self.params += [option for option in _build_launcher_options() if option.name not in names]
+        values = {text.rpartition("=")[2] for text in args}
+        if not (ctx.resilient_parsing or needs_help) and (is_unknown or values & _FOREIGN_VALUES):
+            args = self._translate(ctx, parsed)
+            if unknown := dict(_find_unknown_options(self, ctx, args)):
+                raise UsageError(
+                    "\n".join(
+                        f"{ctx.command_path} has no option {name}. {advice}."
+                        for name, advice in unknown.items()
+                    )
+                )
         return super().parse_args(ctx, args)
 
-    @override
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        _print_help(self, ctx)
+    def _translate(self, ctx: Context, parsed: Parsed) -> list[str]:
+        """Return the command line with the options of accel instead of those of torchrun and Accelerate."""
+        from accel_cli.accelerate.foreign_options import translate
 
-
-class Group(Command, click.Group):
-    """A group of commands, which may be a `Registry`: then the module of a command is imported when it is looked up."""
-
-    command_class = Command
-
-    @override
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        # In the order of definition. A registry lists those of accel only.
-        return list(self.commands.names if isinstance(self.commands, Registry) else self.commands)
+        own = {
+            name: not option.is_flag
+            for option in self.get_params(ctx)
+            if isinstance(option, TyperOption)
+            for name in option.opts
+        }
+        parsed.translation = translate(list(parsed.words), own)
+        return list(parsed.translation.args)
 
     @override
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = super().get_command(ctx, cmd_name)
-        if command is not None and not isinstance(command, click.Command):
-            raise UsageError(
-                f"Cannot run {ctx.command_path} {cmd_name}: its entry point is not a command of click, but of type "
-                f"{type(command).__name__}. Update or uninstall the package that adds it."
-            )
-        return command
-
-    @override
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.NoSuchOption:
-            raise
-        except click.UsageError:
-            from difflib import get_close_matches
-
-            similar = ", ".join(map(repr, get_close_matches(args[0], self.list_commands(ctx))))
-            hint = f" Did you mean {similar}?" if similar else ""
-            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx) from None
-
-    @override
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:  # click would print an empty line
-            raise click.exceptions.Exit(128 + 2) from None
+    def invoke(self, ctx: Context) -> Any:
+        # The options of launchers are not parameters of the function, which reads them from the context.
+        assert self.callback
+        names = inspect.signature(self.callback).parameters
+        return ctx.invoke(self.callback, **{name: ctx.params[name] for name in names if name in ctx.params})
 
 
-# Help ----------------------------------------------------------------------------------
+def get_parsed(ctx: Context) -> Parsed:
+    """Return the words of a command line with a script, and their translation."""
+    parsed: Parsed = ctx.meta[_PARSED]
+    return parsed
 
 
-def _print_help(command: Command, ctx: click.Context) -> None:
-    """Print the help of a command; the formatter of click has no panels."""
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
+def parse_launch(app: typer.Typer, args: Sequence[str], ctx: Context) -> typer.Context:
+    """Return the context with the arguments of `accel launch` that another command received.
 
-    def highlight(text: str, style: str = "") -> Text:
-        content = Text(text, style)
-        content.highlight_regex(r"(?<![\w-])--?[A-Za-z][\w-]*", "bold cyan")
-        return content
-
-    parameters: dict[str, list[tuple[Text, Text]]] = {"Arguments": [], "Options": []}
-    for parameter in command.get_params(ctx):
-        if record := parameter.get_help_record(ctx):
-            names, meaning = record
-            heading = "Arguments" if isinstance(parameter, click.Argument) else "Options"
-            rows = parameters.setdefault(getattr(parameter, "heading", heading), [])
-            rows.append((highlight(names, "yellow"), highlight(meaning)))
-    commands: dict[str, list[tuple[Text, Text]]] = {}
-    for panel, name, summary in _list_summaries(command, ctx):
-        commands.setdefault(panel, []).append((Text(name, "bold cyan"), Text(summary)))
-
-    console = Console(highlight=False)
-    console.print(Padding(highlight(command.get_usage(ctx), "bold"), 1))
-    paragraphs = (command.help or "").split("\n\n")
-    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    console.print(Padding(Text(text), (0, 1, 1, 1)))
-    for panels in (parameters, commands):
-        longest = max((len(names) for rows in panels.values() for names, _ in rows), default=0)
-        for title, rows in panels.items():
-            if rows:
-                grid = Table.grid(padding=(0, 2))
-                grid.add_column(min_width=min(longest, console.width // 3), overflow="fold")
-                grid.add_column(overflow="fold")
-                for row in rows:
-                    grid.add_row(*row)
-                console.print(Panel(grid, title=title, title_align="left", border_style="dim"))
-    if command.epilog:
-        console.print(Padding(highlight(command.epilog), 1))
+    Args:
+        app: The command `accel launch`, perhaps with others.
+        args: The arguments.
+        ctx: The context of the other command.
+    """
+    return cast(
+        "typer.Context",
+        _build_command("launch", app).make_context("launch", list(args), parent=ctx.find_root()),
+    )
 
 
-def _list_summaries(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, str, str]]:
-    """Yield the panel, name and first paragraph of the help of each command of a group."""
-    if isinstance(command, Group):
-        for name in command.list_commands(ctx):
-            inner: Any = command.get_command(ctx, name)
-            yield inner.panel, name, " ".join((inner.help or "").partition("\n\n")[0].split())
+def _build_launcher_options() -> list[Parameter]:
+    """Return the options that launchers declare, in panels with the launchers' names."""
+    from accel_cli.launchers import list_options
+
+    def options() -> None:
+        pass
+
+    parameters = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if option.metavar else False,
+            annotation=_annotate(option, f"Only with launcher.kind: {' or '.join(kinds)}"),
+        )
+        for option, kinds in list_options().items()
+    ]
+    vars(options)["__signature__"] = inspect.Signature(parameters)
+    return _build_command("launch", options).params
+
+
+def _annotate(option: LaunchOption, panel: str) -> Any:
+    """Return the annotation of a parameter that is the option of a launcher."""
+    of_type = {"integer": int | None}.get(option.type, str | None) if option.metavar else bool
+    typed = typer.Option(option.flag, metavar=option.metavar or None, help=option.help, rich_help_panel=panel)
+    return Annotated[of_type, typed]
 
 
 # Options that a command does not have --------------------------------------------------
 
 
-def _refuse_unknown_options(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse options that the command does not have, one line each, with the option to use instead.
-
-    Raises:
-        UsageError: An option is unknown.
-    """
-    if unknown := dict(find_unknown_options(command, ctx, args)):
-        raise UsageError(
-            "\n".join(
-                f"{ctx.command_path} has no option {name}. {advice}." for name, advice in unknown.items()
-            )
-        )
-
-
-def find_unknown_options(
-    command: click.Command, ctx: click.Context, args: Sequence[str]
-) -> Iterator[tuple[str, str]]:
+def _find_unknown_options(command: Command, ctx: Context, args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each option before the script that the command does not have, with advice.
 
     The last one is the first option that neither the command nor another launcher has.
@@ -196,3 +239,64 @@ def _suggest_option(name: str, options: Mapping[str, Any]) -> str:
     return (
         f"Did you mean --{similar}? See --help for all options" if similar else "See --help for all options"
     )
+
+
+def format_parsing_error(error: typer.TyperException) -> str:
+    """Return the message for a command line that typer rejects; empty for a group alone, which has printed its help."""
+    text = _describe_invalid_value(error) or error.format_message()
+    if not text:
+        return ""
+    if isinstance(error, NoSuchOption) and (
+        foreign := find_foreign_option(normalize_option(error.option_name.lstrip("-")))
+    ):
+        advice = f"{foreign.advice[0].lower()}{foreign.advice[1:]}"
+        text = f"No such option: {error.option_name}. In accel launch, {advice}"
+    end = "" if text.endswith((".", "?")) else "."
+    context = getattr(error, "ctx", None)
+    command = f"{context.command_path} " if context else ""
+    return f"{text}{end} See {command}--help."
+
+
+def _describe_invalid_value(error: typer.TyperException) -> str:
+    """Return the message for a value that pydantic rejects, in the words of a profile; empty for other errors."""
+    rejected: Any = error.__cause__
+    if not isinstance(error, typer.BadParameter) or not hasattr(rejected, "errors"):
+        return ""
+    problem = rejected.errors()[0]
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        error.message = str(context["error"])
+    elif expected := {
+        "int_parsing": "a whole number",
+        "greater_than_equal": f"at least {context.get('ge')}",
+        "less_than_equal": f"at most {context.get('le')}",
+    }.get(kind):
+        error.message = f"expected {expected}, got {problem['input']!r}"
+    return error.format_message()
+
+
+# Completion ----------------------------------------------------------------------------
+
+
+def complete_assignments_in_bash() -> None:
+    """Make completion in bash join the parts of `KEY=VALUE`, which are three words for its function."""
+    add_completion_class(_Bash, "bash")
+
+
+class _Bash(BashComplete):
+    joined = False
+
+    @override
+    def get_completion_args(self) -> tuple[list[str], str]:
+        args, incomplete = super().get_completion_args()
+        words: list[str] = []
+        for word in (*args, incomplete):
+            self.joined = bool(words) and (word == "=" or words[-1].endswith("="))
+            words[-1:] = [words[-1] + word] if self.joined else [*words[-1:], word]
+        return words[:-1], words[-1]
+
+    @override
+    def format_completion(self, item: CompletionItem) -> str:
+        # bash replaces the part behind the last `=`.
+        text = super().format_completion(item)
+        return text.rpartition("=")[2] if self.joined else text

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Group
-from accel_cli.commands.completion import (
-    complete_assignments,
-    complete_files,
-    complete_keys,
-    complete_profile_names,
-)
-from accel_cli.commands.options import argument, declare, option, pass_options
 from accel_cli.errors import ProfileError, UsageError
-from accel_runtime.environment.engines import ENGINES, list_engines
+from accel_cli.profile.options import complete_assignments, complete_keys, complete_profile_names
+from accel_runtime.environment.engines import list_engines
 
 if TYPE_CHECKING:
     from accel_cli.accelerate.config_conversion import Imported
@@ -29,29 +21,27 @@ if TYPE_CHECKING:
     from accel_cli.profile.store import ProfileStore
     from accel_runtime.environment.accelerate.sharding import EngineWords
 
-__all__ = ["config", "edit_interactively"]
+__all__ = ["app", "edit_interactively"]
 
 _SHOW = "Show and check"
 _CHANGE = "Create and change"
 
-_PROFILE: dict[str, Any] = {
-    "metavar": "NAME",
-    "default": None,
-    "help": "Use the named profile.",
-    "shell_complete": complete_profile_names,
-}
-_profile_option = option("--profile", **_PROFILE)
-_force_option = option("--force", is_flag=True, help="Replace an existing file.")
+_ProfileName = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", metavar="NAME", help="Use the named profile.", autocompletion=complete_profile_names
+    ),
+]
+_Project = Annotated[bool, typer.Option("--project", help="Use the project file, accel.yaml.")]
+_Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
+_Yes = Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")]
 
 
-@dataclass(frozen=True)
-class ProfileLocation:
+class ProfileLocation(NamedTuple):
     """The file of a command: the user's default profile, a named one, or the project file."""
 
-    profile: str | None = declare(option, "--profile", **_PROFILE)
-    project: bool = declare(
-        option, "--project", default=False, is_flag=True, help="Use the project file, accel.yaml."
-    )
+    profile: str | None = None
+    project: bool = False
 
     def find_file(self) -> Path:
         """Return the path of the file, which need not exist."""
@@ -81,22 +71,21 @@ class ProfileLocation:
         return path
 
 
-@click.group(
-    "config",
-    cls=Group,
-    panel="Set up",
-    gives_advice=True,
+app = typer.Typer(
+    rich_help_panel="Set up",
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
     epilog="Example: accel config set mixed_precision=bf16",
 )
-@click.pass_context
-@pass_options(ProfileLocation)
-def config(ctx: click.Context, location: ProfileLocation) -> None:
+
+
+@app.callback()
+def config(context: typer.Context, profile: _ProfileName = None, project: _Project = False) -> None:
     """Create and manage profiles. Run without a subcommand to start the interactive wizard."""
-    if ctx.invoked_subcommand:
+    location = ProfileLocation(profile, project)
+    if context.invoked_subcommand:
         if location != ProfileLocation():
-            command = f"accel config {ctx.invoked_subcommand}"
+            command = f"accel config {context.invoked_subcommand}"
             raise UsageError(f"Options belong after the subcommand: {command} --profile NAME.")
         return
     path = location.find_writable_file()
@@ -107,12 +96,11 @@ def config(ctx: click.Context, location: ProfileLocation) -> None:
         )
     from accel_cli.wizard.session import run_wizard
 
-    ctx.exit(run_wizard(path))
+    raise typer.Exit(run_wizard(path))
 
 
-@config.command("show", panel=_SHOW, epilog="Example: accel config show --profile gpu")
-@_profile_option
-def show(profile: str | None) -> None:
+@app.command("show", rich_help_panel=_SHOW, epilog="Example: accel config show --profile gpu")
+def show(profile: _ProfileName = None) -> None:
     """Print the effective value of every key and the layer that sets it."""
     resolved, values = _resolve(profile)
     # On a terminal, a row is a line: the files are named once, below.
@@ -131,15 +119,16 @@ def show(profile: str | None) -> None:
         console.plain(f"{name}: {console.abbreviate_home(path)}")
 
 
-@config.command("get", panel=_SHOW, epilog="Example: accel config get launcher.nproc_per_node")
-@argument(
-    "key",
-    metavar="KEY",
-    help="Print this key, named as in accel config show.",
-    shell_complete=complete_keys,
-)
-@_profile_option
-def get(key: str, profile: str | None) -> None:
+@app.command("get", rich_help_panel=_SHOW, epilog="Example: accel config get launcher.nproc_per_node")
+def get(
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="Print this key, named as in accel config show.", autocompletion=complete_keys
+        ),
+    ],
+    profile: _ProfileName = None,
+) -> None:
     """Print the effective value of a key, for scripts; nothing if it is unset."""
     from accel_cli.profile.validation_errors import unknown_key
 
@@ -149,7 +138,7 @@ def get(key: str, profile: str | None) -> None:
     console.plain(_format_value(values.get(key, (None, ""))[0]))
 
 
-@config.command("list", panel=_SHOW, epilog="Example: accel config list")
+@app.command("list", rich_help_panel=_SHOW, epilog="Example: accel config list")
 def list_() -> None:
     """List all profiles."""
     store = _get_store()
@@ -162,25 +151,20 @@ def list_() -> None:
         console.note("no profiles yet; run accel config to create one")
 
 
-@config.command("path", panel=_SHOW, epilog="Example: accel config path --project")
-@pass_options(ProfileLocation)
-def path(location: ProfileLocation) -> None:
+@app.command("path", rich_help_panel=_SHOW, epilog="Example: accel config path --project")
+def path(profile: _ProfileName = None, project: _Project = False) -> None:
     """Print the path of a profile, even if it does not exist."""
-    console.plain(str(location.find_file()))
+    console.plain(str(ProfileLocation(profile, project).find_file()))
 
 
-@config.command("validate", panel=_SHOW, epilog="Example: accel config validate accel.yaml")
-@argument(
-    "file",
-    metavar="FILE",
-    type=Path,
-    required=False,
-    help="Check this file.",
-    shell_complete=complete_files,
-)
-@pass_options(ProfileLocation)
-def validate(location: ProfileLocation, file: Path | None) -> None:
+@app.command("validate", rich_help_panel=_SHOW, epilog="Example: accel config validate accel.yaml")
+def validate(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Check this file.")] = None,
+    profile: _ProfileName = None,
+    project: _Project = False,
+) -> None:
     """Check a profile and report every mistake at once."""
+    location = ProfileLocation(profile, project)
     if file and location != ProfileLocation():
         raise UsageError("Pass only one of FILE, --profile and --project.")
     target = file or location.find_file()
@@ -188,7 +172,7 @@ def validate(location: ProfileLocation, file: Path | None) -> None:
     console.note(f"{target} is valid")
 
 
-@config.command("schema", panel=_SHOW, epilog="Example: accel config schema > accel.schema.json")
+@app.command("schema", rich_help_panel=_SHOW, epilog="Example: accel config schema > accel.schema.json")
 def schema() -> None:
     """Print the JSON schema of a profile, for editors."""
     from accel_cli.profile.schema import json_schema
@@ -196,24 +180,28 @@ def schema() -> None:
     console.print_json(json_schema())
 
 
-@config.command(
-    "set", panel=_CHANGE, epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO"
+@app.command(
+    "set",
+    rich_help_panel=_CHANGE,
+    epilog="Example: accel config set mixed_precision=bf16 env.NCCL_DEBUG=INFO",
 )
-@argument(
-    "assignments",
-    metavar="KEY=VALUE",
-    nargs=-1,
-    required=True,
-    help="Set these values; an empty value removes the key.",
-    shell_complete=complete_assignments,
-)
-@pass_options(ProfileLocation)
-def set_(location: ProfileLocation, assignments: tuple[str, ...]) -> None:
+def set_(
+    assignments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Set these values; an empty value removes the key.",
+            autocompletion=complete_assignments,
+        ),
+    ],
+    profile: _ProfileName = None,
+    project: _Project = False,
+) -> None:
     """Set values in a profile and keep its comments. The profile is created if it does not exist."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import read_layers_below, update_profile
 
-    store, target = _get_store(), location.find_writable_file()
+    store, target = _get_store(), ProfileLocation(profile, project).find_writable_file()
     stack = read_layers_below(store, target)
     if target.is_file():
         stack.append(layers.read_file(target, "file"))
@@ -226,23 +214,28 @@ def set_(location: ProfileLocation, assignments: tuple[str, ...]) -> None:
     console.note(f"{target}: set {', '.join(assignments)}")
 
 
-@config.command(
-    "unset", panel=_CHANGE, epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG"
+@app.command(
+    "unset",
+    rich_help_panel=_CHANGE,
+    epilog="Example: accel config unset launcher.max_restarts env.NCCL_DEBUG",
 )
-@argument(
-    "keys",
-    metavar="KEY",
-    nargs=-1,
-    required=True,
-    help="Remove these keys, or sections such as fully_shard.",
-    shell_complete=complete_keys,
-)
-@pass_options(ProfileLocation)
-def unset(location: ProfileLocation, keys: tuple[str, ...]) -> None:
+def unset(
+    keys: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="KEY",
+            help="Remove these keys, or sections such as fully_shard.",
+            autocompletion=complete_keys,
+        ),
+    ],
+    profile: _ProfileName = None,
+    project: _Project = False,
+) -> None:
     """Remove values from a profile, so that lower layers apply, and keep its comments."""
     from accel_cli.profile import layers
     from accel_cli.profile.edit import remove_keys
 
+    location = ProfileLocation(profile, project)
     target = _require_file(location.find_writable_file(), location)
     if "schema_version" in keys:
         raise UsageError("Cannot remove schema_version: every profile needs it.")
@@ -260,15 +253,13 @@ def unset(location: ProfileLocation, keys: tuple[str, ...]) -> None:
         console.note(f"remaining mistake: {problem}")
 
 
-@config.command("default", panel=_CHANGE, epilog="Example: accel config default --profile gpu")
-@pass_options(ProfileLocation)
-@_force_option
-def default(location: ProfileLocation, force: bool) -> None:
+@app.command("default", rich_help_panel=_CHANGE, epilog="Example: accel config default --profile gpu")
+def default(profile: _ProfileName = None, project: _Project = False, force: _Force = False) -> None:
     """Write defaults for this machine without questions."""
     from accel_cli.planning import machine
     from accel_cli.profile import store
 
-    target = location.find_writable_file()
+    target = ProfileLocation(profile, project).find_writable_file()
     if target.exists() and not force:
         raise UsageError(f"{target} already exists. Use --force to replace it.")
     detected = machine.detect(os.environ)
@@ -278,32 +269,33 @@ def default(location: ProfileLocation, force: bool) -> None:
     console.note(f"wrote {target} for {detected.summary}")
 
 
-@config.command("edit", panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
-@pass_options(ProfileLocation)
-def edit(location: ProfileLocation) -> None:
+@app.command("edit", rich_help_panel=_CHANGE, epilog="Example: EDITOR=nano accel config edit")
+def edit(profile: _ProfileName = None, project: _Project = False) -> None:
     """Edit a profile in $VISUAL or $EDITOR, and save it only if it is valid."""
+    location = ProfileLocation(profile, project)
     target = _require_file(location.find_writable_file(), location)
     _write(target, edit_interactively(target))
 
 
-@config.command(
-    "import", panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
+@app.command(
+    "import", rich_help_panel=_CHANGE, epilog="Example: accel config import default_config.yaml --profile gpu"
 )
-@argument(
-    "file",
-    metavar="FILE",
-    type=Path,
-    help="Read a config file of Accelerate, a JSON file of an engine, or a profile of accel.",
-    shell_complete=complete_files,
-)
-@pass_options(ProfileLocation)
-@_force_option
-@option(
-    "--sharding",
-    type=click.Choice(["fully_shard", *ENGINES.names]),
-    help="Convert settings of an engine to this section of the profile.",
-)
-def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | None) -> None:
+def import_(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Read a config file of Accelerate, a JSON file of an engine, or a profile of accel.",
+        ),
+    ],
+    profile: _ProfileName = None,
+    project: _Project = False,
+    force: _Force = False,
+    sharding: Annotated[
+        Literal["fully_shard", "deepspeed"] | None,
+        typer.Option("--sharding", help="Convert settings of an engine to this section of the profile."),
+    ] = None,
+) -> None:
     """Create a profile from a config file of Accelerate or of an engine, or from another profile.
 
     Values without an equivalent in accel are listed.
@@ -318,7 +310,7 @@ def import_(location: ProfileLocation, file: Path, force: bool, sharding: str | 
     from accel_cli.profile import layers, store, yaml_io
     from accel_cli.profile.edit import edit_text
 
-    target = location.find_writable_file()
+    target = ProfileLocation(profile, project).find_writable_file()
     text = store.read_text(file)
     wrapped = wrap_engine_file(file)
     data = wrapped or yaml_io.parse(text, str(file)).data
@@ -397,10 +389,14 @@ def _choose_sharding(data: dict[str, Any], file: Path, sharding: str | None) -> 
     return ask_sharding(file, engine)
 
 
-@config.command("delete", panel=_CHANGE, epilog="Example: accel config delete gpu")
-@argument("name", metavar="NAME", help="Delete this profile.", shell_complete=complete_profile_names)
-@option("-y", "--yes", is_flag=True, help="Delete without asking.")
-def delete(name: str, yes: bool) -> None:
+@app.command("delete", rich_help_panel=_CHANGE, epilog="Example: accel config delete gpu")
+def delete(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="Delete this profile.", autocompletion=complete_profile_names),
+    ],
+    yes: _Yes = False,
+) -> None:
     """Delete a profile after confirmation."""
     target = _require_file(_get_store().get_path(name))
     if not yes and not _has_terminal():

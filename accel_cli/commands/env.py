@@ -6,22 +6,22 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.options import option
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.planning.machine import Machine
 
-__all__ = ["env"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 _MISSING = "not installed"
-_PACKAGES = ("torch", "numpy", "safetensors", "pydantic", "click", "rich", "questionary")
+_PACKAGES = ("torch", "numpy", "safetensors", "pydantic", "typer", "rich", "questionary")
 _LIBRARIES = (
     "transformers", "accelerate", "trl", "peft", "diffusers", "sentence-transformers", "datasets", "tokenizers",
     "bitsandbytes", "flash-attn", "torchvision", "torchaudio", "torchdata", "lightning-fabric",
@@ -33,15 +33,8 @@ _RELEVANT = (
 )  # fmt: skip
 
 
-@click.command(
-    "env",
-    cls=Command,
-    panel="Set up",
-    gives_advice=True,
-    epilog="Example: accel env --json > report.json",
-)
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
-def env(as_json: bool) -> None:
+@app.command("env", rich_help_panel="Set up", epilog="Example: accel env --json > report.json")
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Print versions, devices, the effective profile and the relevant variables.
 
     Variables that look like secrets are masked.

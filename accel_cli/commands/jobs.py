@@ -4,60 +4,74 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Group
-from accel_cli.commands.completion import complete_assignments, complete_files, complete_profile_names
-from accel_cli.commands.options import argument, declare, option, pass_options
+from accel_cli.profile.options import complete_assignments, complete_profile_names
 
 if TYPE_CHECKING:
     from accel_cli.launchers.job_service import Jobs
 
-__all__ = ["Service", "has_service", "jobs", "open_jobs"]
+__all__ = ["JobProfile", "JobSettings", "LauncherKind", "Service", "app", "has_service", "open_jobs"]
 
-_job_id = argument("job_id", metavar="ID", help="Id of the job, as printed by accel launch.")
+_PANEL = "Service"
 
-
-@dataclass(frozen=True)
-class Service:
-    """The job service of a command: by default that of the active profile."""
-
-    launcher: str | None = declare(
-        option,
+LauncherKind = Annotated[
+    str | None,
+    typer.Option(
         "--launcher",
-        default=None,
         metavar="KIND",
         help="Look for jobs of this launcher; by default that of the active profile, or else the first that submits jobs.",
-    )
-    profile: str | None = declare(
-        option,
+        rich_help_panel=_PANEL,
+    ),
+]
+JobProfile = Annotated[
+    str | None,
+    typer.Option(
         "--profile",
-        default=None,
         metavar="NAME",
-        shell_complete=complete_profile_names,
         help="Look for jobs of the launcher of this profile.",
-    )
-    assignments: Sequence[str] = declare(
-        option, "--set", "assignments", default=(), multiple=True, metavar="KEY=VALUE",
-        help="Override one value of the profile; can be repeated.", shell_complete=complete_assignments,
-    )  # fmt: skip
+        autocompletion=complete_profile_names,
+        rich_help_panel=_PANEL,
+    ),
+]
+JobSettings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one value of the profile; can be repeated.",
+        autocompletion=complete_assignments,
+        rich_help_panel=_PANEL,
+    ),
+]
+_JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as printed by accel launch.")]
 
 
-@click.group("jobs", cls=Group, panel="Run", no_args_is_help=True, epilog="Example: accel jobs list")
+class Service(NamedTuple):
+    """The job service of a command: by default that of the active profile."""
+
+    launcher: str | None = None
+    profile: str | None = None
+    assignments: Sequence[str] = ()
+
+
+app = typer.Typer(no_args_is_help=True, rich_help_panel="Manage", epilog="Example: accel jobs list")
+
+
+@app.callback()
 def jobs() -> None:
     """List, show, follow and stop submitted jobs, and download their results."""
 
 
-@jobs.command("list", epilog="Example: accel jobs list")
-@pass_options(Service)
-def list_(service: Service) -> None:
+@app.command("list", epilog="Example: accel jobs list")
+def list_(launcher: LauncherKind = None, profile: JobProfile = None, assignments: JobSettings = None) -> None:
     """List jobs, oldest first."""
-    with open_jobs(service) as jobs:
+    with open_jobs(Service(launcher, profile, assignments or ())) as jobs:
         rows = [(job.id, job.name, job.state, job.elapsed, job.nodes or job.reason) for job in jobs.list()]
     if not rows:
         console.note("no jobs found")
@@ -65,12 +79,12 @@ def list_(service: Service) -> None:
     console.table(("ID", "NAME", "STATE", "TIME", "NODES"), rows)
 
 
-@jobs.command("status", epilog="Example: accel jobs status 12")
-@_job_id
-@pass_options(Service)
-def status(service: Service, job_id: str) -> None:
+@app.command("status", epilog="Example: accel jobs status 12")
+def status(
+    job_id: _JobId, launcher: LauncherKind = None, profile: JobProfile = None, assignments: JobSettings = None
+) -> None:
     """Show the details of a job."""
-    with open_jobs(service) as jobs:
+    with open_jobs(Service(launcher, profile, assignments or ())) as jobs:
         job = jobs.status(job_id)
     fields = {
         name: value for name, value in asdict(job).items() if value or (name == "exit_code" and job.finished)
@@ -78,25 +92,27 @@ def status(service: Service, job_id: str) -> None:
     console.table(("", ""), [(name.replace("_", " "), str(value)) for name, value in fields.items()])
 
 
-@jobs.command("logs", epilog="Example: accel jobs logs 12 -f")
-@_job_id
-@option(
-    "-f",
-    "--follow",
-    is_flag=True,
-    help="Follow the log until the job ends, and exit with its exit code.",
-)
-@click.pass_context
-@pass_options(Service)
-def logs(context: click.Context, service: Service, job_id: str, follow: bool) -> None:
+@app.command("logs", epilog="Example: accel jobs logs 12 -f")
+def logs(
+    job_id: _JobId,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Follow the log until the job ends, and exit with its exit code."
+        ),
+    ] = False,
+    launcher: LauncherKind = None,
+    profile: JobProfile = None,
+    assignments: JobSettings = None,
+) -> None:
     """Print the log of a job."""
     from accel_cli.launchers.job_service import follow as follow_job
     from accel_cli.launchers.job_service import print_new_output
 
-    with open_jobs(service) as jobs:
+    with open_jobs(Service(launcher, profile, assignments or ())) as jobs:
         job = jobs.status(job_id)
         if follow:
-            context.exit(follow_job(jobs, job))
+            raise typer.Exit(follow_job(jobs, job))
         log, printed = jobs.open_log(job), False
         while print_new_output(log):
             printed = True
@@ -104,12 +120,12 @@ def logs(context: click.Context, service: Service, job_id: str, follow: bool) ->
         console.note(f"job {job.id} has no output; it is {job.state}")
 
 
-@jobs.command("stop", epilog="Example: accel jobs stop 12")
-@_job_id
-@pass_options(Service)
-def stop(service: Service, job_id: str) -> None:
+@app.command("stop", epilog="Example: accel jobs stop 12")
+def stop(
+    job_id: _JobId, launcher: LauncherKind = None, profile: JobProfile = None, assignments: JobSettings = None
+) -> None:
     """Stop a job. Where the service gives them time, its processes receive SIGTERM and can save."""
-    with open_jobs(service) as jobs:
+    with open_jobs(Service(launcher, profile, assignments or ())) as jobs:
         job = jobs.status(job_id)
         if job.finished:
             console.note(f"job {job.id} is {job.state} already")
@@ -118,21 +134,24 @@ def stop(service: Service, job_id: str) -> None:
     console.note(f"job {job.id} is stopping")
 
 
-@jobs.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
-@_job_id
-@option(
-    "-o",
-    "--output",
-    metavar="DIR",
-    type=Path,
-    default=".",
-    help="Write the results to a new folder in DIR, named after the job.",
-    shell_complete=complete_files,
-)
-@pass_options(Service)
-def download(service: Service, job_id: str, output: Path) -> None:
+@app.command("download", epilog="Example: accel jobs download train-20260102-030405 -o models")
+def download(
+    job_id: _JobId,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write the results to a new folder in DIR, named after the job.",
+        ),
+    ] = Path(),
+    launcher: LauncherKind = None,
+    profile: JobProfile = None,
+    assignments: JobSettings = None,
+) -> None:
     """Download the model and the other output files of a job."""
-    with open_jobs(service) as jobs:
+    with open_jobs(Service(launcher, profile, assignments or ())) as jobs:
         folder = jobs.download(job_id, output)
     console.note(f"results of job {job_id} are in {console.abbreviate_home(str(folder.resolve()))}")
     console.plain(str(folder))

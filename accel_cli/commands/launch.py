@@ -5,102 +5,79 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
-from typing_extensions import override
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command, find_unknown_options
-from accel_cli.commands.completion import complete_files
-from accel_cli.commands.options import argument, build_option
+from accel_cli.commands.command import ScriptCommand, get_parsed
 from accel_cli.errors import AccelError, RunEndedError, UsageError
-from accel_cli.planning.launch_options import OPTIONS, SELECTION, ConfigFile, Kind, Request
+from accel_cli.planning.launch_options import ConfigFile, Kind, Request
+from accel_cli.profile import options as typed
 
 if TYPE_CHECKING:
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
 
-__all__ = ["build_request", "format_headline", "format_plan", "launch", "select_given", "test"]
+__all__ = ["app", "build_request", "format_headline", "format_plan"]
 
-_ARGUMENTS = "accel.arguments"
-_TRANSLATION = "accel.translation"
-_FOREIGN_VALUES = frozenset({"gpu", "xpu", "cpu", "fp8"})
-"""Values of options of accel that only torchrun or Accelerate has."""
+app = typer.Typer()
 
 
-class _LaunchCommand(Command):
-    """The command `accel launch`; options of launchers are added only if the command line or the help needs them."""
-
-    @override
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # Before parsing, which removes `--`.
-        ctx.meta[_ARGUMENTS] = tuple(args)
-        needs_help = not args or not set(ctx.help_option_names).isdisjoint(args)
-        is_unknown = any(find_unknown_options(self, ctx, args))
-        if ctx.resilient_parsing or needs_help or is_unknown:
-            self._add_launcher_options()
-        values = {text.rpartition("=")[2] for text in args}
-        if not (ctx.resilient_parsing or needs_help) and (is_unknown or values & _FOREIGN_VALUES):
-            args = self._translate(ctx, args)
-        return super().parse_args(ctx, args)
-
-    def _translate(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Return the command line with the options of accel instead of those of torchrun and Accelerate."""
-        from accel_cli.accelerate.foreign_options import translate
-
-        own = {
-            name: not option.is_flag
-            for option in self.get_params(ctx)
-            if isinstance(option, click.Option)
-            for name in option.opts
-        }
-        ctx.meta[_TRANSLATION] = translation = translate(args, own)
-        return list(translation.args)
-
-    def _add_launcher_options(self) -> None:
-        """Add the options that launchers declare, under headings with the launchers' names."""
-        from accel_cli.launchers import list_options
-
-        names = {parameter.name for parameter in self.params}
-        self.params += [
-            build_option(option, f"Only with launcher.kind: {' or '.join(kinds)}")
-            for option, kinds in list_options().items()
-            if option.name not in names
-        ]
-
-
-@click.command(
+@app.command(
     "launch",
-    cls=_LaunchCommand,
-    panel="Run",
-    gives_advice=True,
-    params=[build_option(option) for option in OPTIONS.values()],
+    cls=ScriptCommand,
+    rich_help_panel="Run",
     # Options after the script are passed to it.
     context_settings={"allow_interspersed_args": False},
     epilog="Example: accel launch --nproc-per-node 2 train.py --epochs 3",
 )
-@argument(
-    "script",
-    metavar="SCRIPT",
-    help="Run this Python script; with -m a module, with --no-python a program.",
-    shell_complete=complete_files,
-)
-@argument(
-    "args",
-    metavar="ARGS",
-    nargs=-1,
-    help="Pass these arguments to the script.",
-    shell_complete=complete_files,
-)
-@click.pass_context
-def launch(context: click.Context, /, script: str, args: tuple[str, ...], **options: Any) -> None:
+def launch(  # noqa: PLR0913 - the signature declares the options, which the request takes from the context
+    context: typer.Context,
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="Run this Python script; with -m a module, with --no-python a program."
+        ),
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Pass these arguments to the script.")
+    ] = None,
+    *,
+    dry_run: typed.DryRun = False,
+    explain: typed.Explain = False,
+    quiet: typed.Quiet = False,
+    module: typed.Module = False,
+    no_python: typed.NoPython = False,
+    profile: typed.ProfileName = None,
+    no_profile: typed.NoProfile = False,
+    config_file: typed.ConfigPath = None,
+    set: typed.SetKeys = None,  # noqa: A002 - as in a request
+    nproc_per_node: typed.NprocPerNode = None,
+    gpu_ids: typed.GpuIds = None,
+    cpu: typed.Cpu = False,
+    nnodes: typed.Nnodes = None,
+    rdzv_endpoint: typed.RdzvEndpoint = None,
+    rdzv_id: typed.RdzvId = None,
+    node_rank: typed.NodeRank = None,
+    mixed_precision: typed.MixedPrecision = None,
+    resume: typed.Resume = False,
+    ranks: typed.Ranks = None,
+    log_dir: typed.LogDir = None,
+    metrics_port: typed.MetricsPort = None,
+    progress_file: typed.ProgressFile = None,
+    max_restarts: typed.MaxRestarts = None,
+    shutdown_timeout: typed.ShutdownTimeout = None,
+    stall_timeout: typed.StallTimeout = None,
+    stall_action: typed.StallAction = None,
+    preflight: typed.Preflight = False,
+) -> None:
     """Launch a script with the settings of the active profile.
 
     Options of accel launch come before SCRIPT; everything after it is passed to the script unchanged.
     """
     try:
-        code = _launch(context, build_request(script, args, select_given(options), context))
+        code = _launch(context, build_request(context))
     except RunEndedError:  # the failure is that of another node
         raise
     except AccelError as error:
@@ -109,16 +86,16 @@ def launch(context: click.Context, /, script: str, args: tuple[str, ...], **opti
 
         run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
         raise
-    context.exit(code)
+    raise typer.Exit(code)
 
 
-def _launch(context: click.Context, request: Request) -> int:
+def _launch(context: typer.Context, request: Request) -> int:
     """Run a request, or print its plan; return the exit code."""
     from accel_cli.profile import planner
 
-    words = context.meta[_ARGUMENTS]
-    options = words[: len(words) - len(request.args) - 1]
-    planner.check_target(request.target, request.kind, request.args, options)
+    words = get_parsed(context).words
+    before_script = words[: len(words) - len(request.args) - 1]
+    planner.check_target(request.target, request.kind, request.args, before_script)
     resolved, plan = planner.prepare(request, os.environ)
     _note_translation(context, request, plan)
     _note_options_after_script(context, request)
@@ -155,30 +132,30 @@ def _check_engine_is_installed(resolved: Resolved) -> None:
         )
 
 
-@click.command(
-    "test",
-    cls=Command,
-    panel="Run",
-    gives_advice=True,
-    params=[build_option(OPTIONS[name]) for name in SELECTION],
-    epilog="Example: accel test --nproc-per-node 2",
-)
-@click.pass_context
-def test(context: click.Context, /, **options: Any) -> None:
+@app.command("test", rich_help_panel="Run", epilog="Example: accel test --nproc-per-node 2")
+def test(  # noqa: PLR0913, PLR0917 - as for launch
+    context: typer.Context,
+    profile: typed.ProfileName = None,
+    nproc_per_node: typed.NprocPerNode = None,
+    gpu_ids: typed.GpuIds = None,
+    nnodes: typed.Nnodes = None,
+    rdzv_endpoint: typed.RdzvEndpoint = None,
+    cpu: typed.Cpu = False,
+) -> None:
     """Check processes, collectives, gradients, gathering and precision on this machine."""
     from accel_cli.profile import planner
 
     request = Request(
-        "accel_runtime.selfcheck", kind="module", options=select_given(options), is_builtin=True
+        "accel_runtime.selfcheck", kind="module", options=_select_given(context.params), is_builtin=True
     )
     resolved, plan = planner.prepare(request, os.environ)
     console.note(format_headline(plan, resolved))
     _check_engine_is_installed(resolved)
     plan = _add_details(plan, request, resolved, is_quiet=True)
-    context.exit(resolved.profile.launcher.run(plan))
+    raise typer.Exit(resolved.profile.launcher.run(plan))
 
 
-def select_given(options: dict[str, Any]) -> dict[str, Any]:
+def _select_given(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were typed, by name."""
     return {
         name: value
@@ -208,14 +185,14 @@ def _add_details(plan: Plan, request: Request, resolved: Resolved, *, is_quiet: 
     return replace(plan, details=details)
 
 
-def build_request(
-    script: str, args: tuple[str, ...], options: dict[str, Any], context: click.Context
-) -> Request:
-    """Return the request for the arguments and options of a command line, parsed in a context.
+def build_request(context: typer.Context) -> Request:
+    """Return the request of a parsed command line of `accel launch`.
 
     Raises:
         UsageError: Two options contradict each other.
     """
+    options = _select_given(context.params)
+    script, args = options.pop("script"), tuple(options.pop("args", ()))
     if "module" in options and "no_python" in options:
         raise UsageError("Pass either -m or --no-python, not both: a module needs Python.")
     if "profile" in options and "no_profile" in options:
@@ -225,13 +202,13 @@ def build_request(
     return Request(script, args, kind, options, config_file=file)
 
 
-def _read_config_file(name: str | None, context: click.Context) -> ConfigFile | None:
+def _read_config_file(name: str | None, context: typer.Context) -> ConfigFile | None:
     """Return a config file of Accelerate for one launch."""
     if name is None:
         return None
     from accel_cli.accelerate.config_file import read_config
 
-    translation = context.meta.get(_TRANSLATION)
+    translation = get_parsed(context).translation
     file = read_config(Path(name), translation and translation.data)
     if file.unused:
         listing = "; ".join(f"{line} ({reason})" for line, reason in file.unused)
@@ -239,11 +216,11 @@ def _read_config_file(name: str | None, context: click.Context) -> ConfigFile | 
     return file
 
 
-def _note_translation(context: click.Context, request: Request, plan: Plan) -> None:
+def _note_translation(context: typer.Context, request: Request, plan: Plan) -> None:
     """Print the command in the options of accel if it has options of torchrun or Accelerate."""
     from accel_cli.planning.plan import join_for_bash
 
-    translation = context.meta.get(_TRANSLATION)
+    translation = get_parsed(context).translation
     if translation is None or not translation.is_changed:
         return
     translation.check(os.environ, plan.nnodes, plan.nproc_per_node, plan.layout)
@@ -253,11 +230,11 @@ def _note_translation(context: click.Context, request: Request, plan: Plan) -> N
         console.note(f"same as: accel launch {join_for_bash(words)}{dots}")
 
 
-def _note_options_after_script(context: click.Context, request: Request) -> None:
+def _note_options_after_script(context: typer.Context, request: Request) -> None:
     """Print a note about options of `accel launch` that are passed to the script because they come after it."""
     from accel_cli.profile import planner
 
-    has_dashes = context.meta[_ARGUMENTS][: -1 - len(request.args)][-1:] == ("--",)
+    has_dashes = get_parsed(context).words[: -1 - len(request.args)][-1:] == ("--",)
     flags = {flag for parameter in context.command.params for flag in parameter.opts}
     names = [] if has_dashes else planner.find_options_after_script(request, flags)
     if names:

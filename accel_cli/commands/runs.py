@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files, complete_runs
-from accel_cli.commands.options import IntRange, argument, option, parse_integer
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.runs.run_dir import RunFolder
 
-__all__ = ["find_log_home", "log_dir_option", "logs", "runs", "stacks"]
+__all__ = ["LogDir", "app", "complete_runs", "find_log_home"]
 
-log_dir_option = option(
-    "--log-dir",
-    metavar="DIR",
-    help="Read runs that accel launch --log-dir wrote here.",
-    shell_complete=complete_files,
-)
+app = typer.Typer()
+
+
+def complete_runs(ctx: typer.Context) -> list[str]:
+    """Return the ids of runs, the newest first."""
+    from accel_cli.runs.run_dir import find_recent_runs, get_log_home
+
+    return [run.path.name for run in find_recent_runs(get_log_home(os.environ, ctx.params.get("log_dir")))]
+
+
+LogDir = Annotated[
+    str | None,
+    typer.Option("--log-dir", metavar="DIR", help="Read runs that accel launch --log-dir wrote here."),
+]
 
 
 def find_log_home(log_dir: str | None) -> Path:
@@ -41,30 +46,34 @@ def find_log_home(log_dir: str | None) -> Path:
     return run_dir.get_log_home(os.environ, log_dir)
 
 
-@click.command("logs", cls=Command, panel="Run", epilog="Example: accel logs -f --rank 1")
-@argument(
-    "run",
-    metavar="RUN",
-    required=False,
-    shell_complete=complete_runs,
-    help="Print the log of this run of accel runs: its id, the beginning of it, or a script; by default the last "
-    "that kept output.",
-)
-@option(
-    "--rank",
-    metavar="N",
-    type=parse_integer,
-    help="Print the log of this rank; by default the lowest of this machine.",
-)
-@option(
-    "--attempt",
-    metavar="K",
-    type=parse_integer,
-    help="Print this attempt, counted from 0; by default the last.",
-)
-@option("-f", "--follow", is_flag=True, help="Follow the log until the run ends.")
-@log_dir_option
-def logs(run: str | None, rank: int | None, attempt: int | None, follow: bool, log_dir: str | None) -> None:
+@app.command("logs", rich_help_panel="Watch", epilog="Example: accel logs -f --rank 1")
+def logs(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Print the log of this run of accel runs: its id, the beginning of it, or a script; by default the "
+            "last that kept output.",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            "--rank", metavar="N", help="Print the log of this rank; by default the lowest of this machine."
+        ),
+    ] = None,
+    attempt: Annotated[
+        int | None,
+        typer.Option(
+            "--attempt", metavar="K", help="Print this attempt, counted from 0; by default the last."
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow the log until the run ends.")
+    ] = False,
+    log_dir: LogDir = None,
+) -> None:
     """Print the log of a rank; without options, of rank 0 of the last run.
 
     The launchers torchrun and xla keep the output of all ranks of this machine.
@@ -95,11 +104,12 @@ def _describe_age(run: RunFolder) -> str:
     return f"{run.path.name} ({age}{status.state if code is None else f'exit code {code}'})"
 
 
-@click.command("runs", cls=Command, panel="Run", epilog="Example: accel runs -n 5")
-@option("-n", "count", metavar="N", type=IntRange(min=1), default=20, help="Show the last N runs.")
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
-@log_dir_option
-def runs(count: int, as_json: bool, log_dir: str | None) -> None:
+@app.command("runs", rich_help_panel="Watch", epilog="Example: accel runs -n 5")
+def runs(
+    count: Annotated[int, typer.Option("-n", metavar="N", min=1, help="Show the last N runs.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    log_dir: LogDir = None,
+) -> None:
     """List the last runs of this user on this machine, newest first."""
     from accel_cli.runs import run_dir
 
@@ -166,19 +176,21 @@ def _format_time(started: float) -> str:
     return time.strftime("%b %d %H:%M" if local.tm_year == now.tm_year else "%Y-%m-%d", local)
 
 
-@click.command("stacks", cls=Command, panel="Run", epilog="Example: accel stacks --rank 0")
-@argument(
-    "run",
-    metavar="RUN",
-    required=False,
-    shell_complete=complete_runs,
-    help="Show this run of accel runs: its id, the beginning of it, or a script; by default the newest that is "
-    "in progress.",
-)
-@option("--rank", metavar="N", type=parse_integer, help="Show only this rank.")
-@option("--full", is_flag=True, help="Show all threads, and frames of libraries.")
-@log_dir_option
-def stacks(run: str | None, rank: int | None, full: bool, log_dir: str | None) -> None:
+@app.command("stacks", rich_help_panel="Watch", epilog="Example: accel stacks --rank 0")
+def stacks(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Show this run of accel runs: its id, the beginning of it, or a script; by default the newest that "
+            "is in progress.",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", metavar="N", help="Show only this rank.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show all threads, and frames of libraries.")] = False,
+    log_dir: LogDir = None,
+) -> None:
     """Show the progress and Python stack of every process in a running job.
 
     The job is not interrupted. Only processes on this machine are shown.

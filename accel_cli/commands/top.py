@@ -5,46 +5,50 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_runs
-from accel_cli.commands.jobs import Service, has_service, open_jobs
-from accel_cli.commands.options import argument, option, pass_options
-from accel_cli.commands.runs import find_log_home, log_dir_option
+from accel_cli.commands.jobs import JobProfile, JobSettings, LauncherKind, Service, has_service, open_jobs
+from accel_cli.commands.runs import LogDir, complete_runs, find_log_home
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.runs.run_dir import RunFolder
     from accel_cli.runs.screen import Controls, View
 
-__all__ = ["top"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 _COLUMNS = 120
 """Columns of the output for other programs, unless COLUMNS is set."""
 
 
-@click.command("top", cls=Command, panel="Run", epilog="Example: accel top")
-@argument(
-    "name",
-    metavar="RUN",
-    required=False,
-    shell_complete=complete_runs,
-    help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
-    "default the newest run in progress.",
-)
-@option("--all", "shows_all", is_flag=True, help="Show every rank, also of more than 8.")
-@option("--json", "as_json", is_flag=True, help="Print a snapshot as JSON, and exit.")
-@log_dir_option
-@pass_options(Service)
-def top(service: Service, name: str | None, shows_all: bool, as_json: bool, log_dir: str | None) -> None:
+@app.command("top", rich_help_panel="Watch", epilog="Example: accel top")
+def top(  # noqa: PLR0913, PLR0917 - options of the command
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Watch this run of accel runs: its id, the beginning of it, or a script; or the job with this id. By "
+            "default the newest run in progress.",
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    shows_all: Annotated[bool, typer.Option("--all", help="Show every rank, also of more than 8.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a snapshot as JSON, and exit.")] = False,
+    log_dir: LogDir = None,
+    launcher: LauncherKind = None,
+    profile: JobProfile = None,
+    assignments: JobSettings = None,
+) -> None:
     """Watch the ranks of a run: steps, speed, memory, location and logged metrics.
 
     The run is not disturbed. Press q or Ctrl-C to leave, and ? for the keys and columns. Without a terminal, one snapshot is printed.
     """
+    service = Service(launcher, profile, assignments or ())
     run = _find_run(name, log_dir, service)
     if run is None:
         assert name is not None

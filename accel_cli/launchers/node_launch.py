@@ -51,7 +51,7 @@ def unpack(archive: Path, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     try:
         with tarfile.open(archive, "r:gz") as tar:
-            # Pythons before 3.10.12 and 3.11.4 have no filters. Who can change the archive can change accel too.
+            # Pythons before 3.11.4 have no filters. Who can change the archive can change accel too.
             safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             tar.extractall(folder, **safe)  # type: ignore[arg-type]  # noqa: S202
     except (EOFError, gzip.BadGzipFile, tarfile.TarError, zlib.error) as error:

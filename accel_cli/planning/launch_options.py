@@ -1,9 +1,9 @@
-"""Options of `accel launch`, each declared once, a launch request, and the options of torchrun and Accelerate."""
+"""The declaration of an option of a launch, a launch request, and the options of torchrun and Accelerate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -11,8 +11,6 @@ from typing import Any, Literal, NamedTuple
 from accel_runtime.environment.registry import Registry
 
 __all__ = [
-    "OPTIONS",
-    "SELECTION",
     "ConfigFile",
     "ForeignOption",
     "Kind",
@@ -28,7 +26,10 @@ Kind = Literal["script", "module", "program"]
 
 @dataclass(frozen=True)
 class LaunchOption:
-    """An option of `accel launch`: a value of the profile for one run, or a part of the request."""
+    """An option of `accel launch`: a value of the profile for one run, or a part of the request.
+
+    Launchers declare theirs as such rows; those that every launcher may get are in `accel_cli.profile.options`.
+    """
 
     flag: str
     """The option as typed, as in `--nproc-per-node`."""
@@ -42,14 +43,10 @@ class LaunchOption:
     const: Any = None
     """The value that an option without a value gives its key."""
     short: str = ""
-    heading: str = ""
-    """The heading in the help; launchers leave it to the table of launchers."""
-    repeated: bool = False
     only_prints: bool = False
     """The launcher prints `Launcher.preview`, and runs nothing."""
     selects_launcher: bool = False
     """The option selects the launcher that declares it, whatever launcher the profile has."""
-    minimum: int | None = None
 
     @property
     def name(self) -> str:
@@ -92,90 +89,6 @@ class Request:
     """Plan for the workers of a TPU pod, to which the user's own profile does not apply."""
 
 
-_DECLARED: Mapping[str, tuple[LaunchOption, ...]] = {
-    "": (
-        LaunchOption("--dry-run", "Print the plan and run nothing."),
-        LaunchOption("--explain", "Print the plan with the source of each value, and run nothing."),
-        LaunchOption("--quiet", "Leave out the lines that describe the launch and its end.", short="-q"),
-    ),
-    "Target": (
-        LaunchOption("--module", "Run SCRIPT as a module, as in python -m.", short="-m"),
-        LaunchOption("--no-python", "Run SCRIPT as a program, without Python."),
-    ),
-    "Override the profile": (
-        LaunchOption("--profile", "Use a named profile.", "NAME"),
-        LaunchOption("--no-profile", "Read no profile; use only variables and options."),
-        LaunchOption(
-            "--config-file", "Use a config file of Accelerate for this launch, above the profile.", "FILE"
-        ),
-        LaunchOption("--set", "Set one key of the profile; can be repeated.", "KEY=VALUE", repeated=True),
-        LaunchOption(
-            "--nproc-per-node", "Set the number of processes per node: a number, or auto.",
-            "N", "launcher.nproc_per_node", "scalar"
-        ),
-        LaunchOption(
-            "--gpu-ids", "Use these GPUs, with one process for each: all, or ids as in 0,2.", "IDS", "launcher.gpu_ids"
-        ),
-        LaunchOption("--nnodes", "Set the number of nodes, or a range MIN:MAX.", "N", "launcher.nnodes", "scalar"),
-        LaunchOption(
-            "--rdzv-endpoint", "Set the rendezvous address on one of the nodes; must be reachable from all.",
-            "HOST:PORT", "launcher.rdzv_endpoint"
-        ),
-        LaunchOption("--rdzv-id", "Set the job's name at the rendezvous.", "NAME", "launcher.rdzv_id"),
-        LaunchOption(
-            "--node-rank", "Set the rank of this node; only needed to fix the order of nodes.",
-            "N", type="integer", minimum=0
-        ),
-        LaunchOption(
-            "--max-restarts", "Restart all processes at most N times after a failure.",
-            "N", "launcher.max_restarts", "integer"
-        ),
-        LaunchOption(
-            "--shutdown-timeout", "Give processes this long to save and exit after a signal.",
-            "SECONDS", "launcher.shutdown_timeout", "integer"
-        ),
-        LaunchOption(
-            "--stall-timeout", "Show the stack of every process if none makes progress for this long.",
-            "SECONDS", "launcher.stall_timeout", "integer"
-        ),
-        LaunchOption(
-            "--stall-action", "After that: report, restart (all processes) or fail.", "ACTION", "launcher.stall_action"
-        ),
-        LaunchOption(
-            "--preflight", "Check the nodes before the script starts, and leave out or name a bad one.",
-            key="launcher.preflight", const=True
-        ),
-        LaunchOption(
-            "--metrics-port", "Serve metrics for Prometheus at this port of the loopback interface.",
-            "[HOST:]PORT", "launcher.metrics_port"
-        ),
-        LaunchOption(
-            "--progress-file", "Write the progress of the run to this file as lines of JSON, or its last state if it ends in .json.",
-            "FILE", "launcher.progress_file"
-        ),
-        LaunchOption("--mixed-precision", "Compute in no, bf16 or fp16.", "FORMAT", "mixed_precision"),
-        LaunchOption(
-            "--ranks", "Show the output of these ranks: all, none, or ranks as in 0,2.", "RANKS", "launcher.ranks"
-        ),
-        LaunchOption("--log-dir", "Write the logs of runs to this folder.", "DIR", "launcher.log_dir"),
-        LaunchOption("--cpu", "Compute on the CPU even if there is another device.", key="device", const="cpu"),
-        LaunchOption(
-            "--resume", "Resume from the newest checkpoint when the script calls accelerator.resume().",
-            key="resume", const=True
-        ),
-    ),
-}  # fmt: skip
-"""By heading in the help."""
-OPTIONS: Mapping[str, LaunchOption] = MappingProxyType(
-    {
-        option.name: replace(option, heading=heading)
-        for heading, options in _DECLARED.items()
-        for option in options
-    }
-)
-"""The options that every launcher may get, by name; `Launcher.launch_options` has those of one launcher."""
-SELECTION = ("profile", "nproc_per_node", "gpu_ids", "nnodes", "rdzv_endpoint", "cpu")
-"""The options of `accel test`."""
 _ADVICE = {
     "Use --nproc-per-node N, the number of processes on each node": "n= np= num-gpus=",
     "Use --nproc-per-node N for the number of GPUs, or --gpu-ids IDS to choose them": "gpus=",

@@ -21,13 +21,14 @@ from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.launcher import Launcher, LaunchSpec, Plan
 from accel_cli.launchers.torchrun import NODE_CHECK
 from accel_cli.planning import machine as hardware
-from accel_cli.planning.launch_options import OPTIONS, Kind, LaunchOption, Request
+from accel_cli.planning.launch_options import Kind, LaunchOption, Request
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nested_launchers import NestedLauncher, find_nested_launcher
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
 from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
+from accel_cli.profile.options import OPTIONS
 from accel_cli.profile.store import ProfileStore
 from accel_runtime.environment.accelerate import encode_variables
 from accel_runtime.environment.accelerate.export import (

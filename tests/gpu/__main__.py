@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "numpy", "pytest", "cloudpickle", "safetensors", "xxhash", "typing_extensions")
-FOR_COMMANDS = ("click", "platformdirs", "pydantic", "questionary", "rich", "yaml")
+FOR_COMMANDS = ("platformdirs", "pydantic", "questionary", "rich", "typer", "yaml")
 OLDEST_TORCH = (2, 9)
 SECONDS = 480
 """Time limit of the run; a test is skipped if its own limit exceeds the time left, less half a minute."""

@@ -21,7 +21,7 @@ from accel_runtime.backends import distributed, set_current_backend
 
 COUNT = torch.cuda.device_count()
 DEVICE = torch.device("cpu") if REHEARSAL else torch.device("cuda", 0)
-COMMANDS_NEED = ("click", "platformdirs", "pydantic", "questionary", "rich", "yaml")
+COMMANDS_NEED = ("platformdirs", "pydantic", "questionary", "rich", "typer", "yaml")
 LIMIT_S = 60
 STARTED = time.monotonic()
 

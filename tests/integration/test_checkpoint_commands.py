@@ -28,7 +28,7 @@ def checkpoint(cwd, capfd):
 def test_list_prints_one_line_for_each_checkpoint(accel, checkpoint, project):
     result = accel("checkpoint", "list", "run")
     assert (result.returncode, result.stderr) == (0, "")
-    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    _, *rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert [row[:2] for row in rows] == [[f"run/checkpoints/checkpoint_{n}", str(n)] for n in range(3)]
     assert {row[-1] for row in rows} == {"complete"}
     checkpoints = json.loads(checkpoint("list", "run", "--json").stdout)
@@ -113,18 +113,3 @@ def test_checkpoint_commands_do_not_import_torch(project, cwd):
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, stdout=subprocess.DEVNULL)
-
-
-def test_completion_offers_directories(cwd, project):
-    from functools import partial
-
-    from accel_cli.commands import completion
-
-    complete_checkpoints = partial(completion.complete_checkpoints, None, None)
-
-    assert complete_checkpoints("ru") == ["run"]
-    assert complete_checkpoints("run/checkpoints/") == [
-        f"run/checkpoints/checkpoint_{number}" for number in range(3)
-    ]
-    assert complete_checkpoints("./r") == ["./run"]
-    assert complete_checkpoints("no/where") == []

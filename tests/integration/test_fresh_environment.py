@@ -191,7 +191,7 @@ REFUSED = {
     "report": (("report",), "plotly>="),
     "top": (("top",), "No run"),
     "stacks": (("stacks",), "No run"),
-    "tpu-pod": (("tpu-pod", "pod", "--zone", "z", "--run", "--", "train.py"), "gcloud not found"),
+    "pod": (("xla", "pod", "pod", "--zone", "z", "--run", "--", "train.py"), "gcloud not found"),
     "jobs": (("jobs", "list", "--launcher", "ray"), "ray[default]>="),
     "kubernetes": (
         ("launch", "--set", "launcher.kind=kubernetes", "--set", "launcher.image=i", "train.py"),

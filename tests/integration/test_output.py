@@ -239,7 +239,7 @@ def test_accel_logs_shows_the_last_run(accel, script, cwd, home):
         accel("launch", "-q", "--nproc-per-node", 2, "train.py", word)
     assert accel("logs").stdout == "second 0\n"
     assert accel("logs", "--rank", 1).stdout == "second 1\n"
-    second, first = [line.split("\t")[0] for line in accel("runs").stdout.splitlines()]
+    _, second, first = [line.split("\t")[0] for line in accel("runs").stdout.splitlines()]
     assert accel("logs", first, "--attempt", 0).stdout == "first 0\n"
     for options, expected_text in [
         (("--rank", 5), "has no log of rank 5. Ranks 0 and 1 ran on this machine."),

@@ -143,7 +143,7 @@ def test_ctrl_c_prints_one_line_for_a_script_without_handlers(script, launch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("package", ["click", "torch"])
+@pytest.mark.parametrize("package", ["typer", "torch"])
 @pytest.mark.parametrize("before", [(), pytest.param(AS_PROCESS_1, marks=pytest.mark.service("root"))])
 def test_a_signal_while_packages_are_imported_ends_the_launch_without_a_traceback(
     package, tmp_path, number, before

@@ -350,7 +350,7 @@ def main():
     out["handlers"] = [str(signal.getsignal(s)) for s in signal.Signals]
     out["group"] = [os.getpid() == os.getpgid(0), os.getpid() == os.getsid(0)]
     out["own"] = [random.random(), float(numpy.random.rand()), multiprocessing.current_process().authkey.hex(), torch.rand(4).tolist()]
-    out["ours"] = [m for m in sys.modules if m.split(".")[0] in {"pydantic", "rich", "click", "yaml", "platformdirs"}]
+    out["ours"] = [m for m in sys.modules if m.split(".")[0] in {"pydantic", "rich", "typer", "yaml", "platformdirs"}]
     # Each of these imports torch again: one process asks for all.
     for method in ("fork", *sys.argv[1:]) if rank == "0" else ():
         loader = DataLoader(Rows(), batch_size=3, num_workers=1, multiprocessing_context=method, collate_fn=collate)

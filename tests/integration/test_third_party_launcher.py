@@ -112,11 +112,6 @@ def test_a_third_party_distribution_that_cannot_be_loaded_is_named(accel, tmp_pa
 
 
 COMMAND = """\
-import click
-
-
-@click.command("greet")
-@click.argument("name")
 def greet(name: str) -> None:
     print(f"Hello {name}")
 """
@@ -133,7 +128,7 @@ def test_a_command_of_another_distribution_runs(accel, tmp_path):
     (site / "greet_command.py").write_text("greet = print")
     result = accel("greet", "World")
     assert result.returncode == 2
-    assert "greet: its entry point is not a command of click" in result.stderr
+    assert "greet: its entry point is neither a function nor an object of typer.Typer" in result.stderr
     result = accel("great", "World")
     assert result.returncode == 2
     assert "No such command 'great'" in result.stderr

@@ -7,21 +7,22 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files, complete_profile_names, complete_runs
-from accel_cli.commands.options import IntRange, argument, declare, option, pass_options
+from accel_cli.commands.runs import complete_runs
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.profile.options import complete_profile_names
 
 if TYPE_CHECKING:
     from accel_cli.profile.store import ProfileStore
     from accel_cli.runs.run_dir import RunFolder
 
-__all__ = ["estimate"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 _SIZES = ("dp_replicate", "dp_shard", "tp")
 _BYTES = ("parameters", "gradients", "optimizer", "activations", "working", "total")
@@ -34,131 +35,164 @@ _OF_ZERO = ("parameters", "gradients", "optimizer", "cpu")
 class EstimateRequest:
     """The model, the devices, and the settings of the training, as the child process reads them."""
 
-    target: str = declare(
-        argument,
-        "target",
-        metavar="MODEL",
-        help=(
-            "Estimate MODULE:FACTORY, path/to/file.py:FACTORY, a folder with the config.json of a transformers model, or the id of a "
-            "model of the Hub."
-        ),
-    )
-    devices: int = declare(
-        option, "--devices", default=1, metavar="N", type=IntRange(min=1), help="Set the number of devices."
-    )
-    memory: str | None = declare(
-        option,
-        "--memory",
-        default=None,
-        metavar="SIZE",
-        help="Set the memory of each device, such as 80GB or 24GiB.",
-    )
-    headroom: int = declare(
-        option,
-        "--headroom",
-        default=10,
-        metavar="PERCENT",
-        type=IntRange(min=0, max=90),
-        help="Leave this part of the memory to torch, fragmentation and communication.",
-    )
-    batch_size: int | None = declare(
-        option,
-        "--batch-size",
-        default=None,
-        metavar="N",
-        type=IntRange(min=1),
-        help="Set the samples per batch on each device.",
-    )
-    seq_length: int | None = declare(
-        option,
-        "--seq-length",
-        default=None,
-        metavar="N",
-        type=IntRange(min=1),
-        help="Set the tokens per sample.",
-    )
-    optimizer: str | None = declare(
-        option,
-        "--optimizer",
-        default=None,
-        metavar="NAME",
-        help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
-    )
-    mixed_precision: str = declare(
-        option,
-        "--mixed-precision",
-        default="no",
-        type=click.Choice(["no", "bf16", "fp16"]),
-        help="Set the number format of the forward pass.",
-    )
-    dtype: str | None = declare(
-        option,
-        "--dtype",
-        default=None,
-        type=click.Choice(["bf16", "fp16", "fp32"]),
-        help="Set the number format of parameters; by default the model's own.",
-    )
-    wrap: str = declare(
-        option,
-        "--wrap",
-        default="auto",
-        metavar="MODULES",
-        help="Gather these modules as units, as fully_shard.wrap does.",
-    )
-    activations: bool = declare(
-        option, "--activations/--no-activations", default=True, help="Measure activations."
-    )  # fmt: skip
+    target: str
+    devices: int = 1
+    memory: str | None = None
+    headroom: int = 10
+    batch_size: int | None = None
+    seq_length: int | None = None
+    optimizer: str | None = None
+    mixed_precision: str = "no"
+    dtype: str | None = None
+    wrap: str = "auto"
+    activations: bool = True
 
 
-@click.command(
+_DEVICES, _TRAINING, _RESULT = "Devices", "Model and training", "Result"
+
+
+@app.command(
     "estimate",
-    cls=Command,
-    panel="Set up",
+    rich_help_panel="Set up",
     epilog="Example: accel estimate model.py:make --devices 8 --memory 80GB --mixed-precision bf16",
 )
-@pass_options(EstimateRequest)
-@option(
-    "--all",
-    "show_all",
-    is_flag=True,
-    help="Show every layout, with and without resharding and checkpointing.",
-)
-@option(
-    "--deepspeed",
-    "show_zero",
-    is_flag=True,
-    help="Show the stages of DeepSpeed's ZeRO too, with and without offload.",
-)
-@option(
-    "--write-profile",
-    metavar="NAME",
-    help="Write the layout to this profile.",
-    shell_complete=complete_profile_names,
-)
-@option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=Path,
-    help="Write the layout to this profile file.",
-    shell_complete=complete_files,
-)
-@option(
-    "--run",
-    "run_name",
-    metavar="RUN",
-    shell_complete=complete_runs,
-    help="Compare with the memory of this run of accel launch: an id, or the name of a script.",
-)
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
-def estimate(  # noqa: PLR0913, PLR0917 - options of the command
-    request: EstimateRequest,
-    show_all: bool,
-    show_zero: bool,
-    write_profile: str | None,
-    output: Path | None,
-    run_name: str | None,
-    as_json: bool,
+def estimate(  # noqa: PLR0913 - options of the command
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Estimate MODULE:FACTORY, path/to/file.py:FACTORY, a folder with the config.json of a transformers "
+            "model, or the id of a model of the Hub.",
+        ),
+    ],
+    *,
+    devices: Annotated[
+        int,
+        typer.Option(
+            "--devices", metavar="N", min=1, help="Set the number of devices.", rich_help_panel=_DEVICES
+        ),
+    ] = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="Set the memory of each device, such as 80GB or 24GiB.",
+            rich_help_panel=_DEVICES,
+        ),
+    ] = None,
+    headroom: Annotated[
+        int,
+        typer.Option(
+            "--headroom",
+            metavar="PERCENT",
+            min=0,
+            max=90,
+            help="Leave this part of the memory to torch, fragmentation and communication.",
+            rich_help_panel=_DEVICES,
+        ),
+    ] = 10,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            metavar="N",
+            min=1,
+            help="Set the samples per batch on each device.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(
+            "--seq-length", metavar="N", min=1, help="Set the tokens per sample.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            "--optimizer",
+            metavar="NAME",
+            help="Use adamw, adam, sgd, sgd-momentum, adagrad or rmsprop; by default the factory's optimizer, or adamw.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    mixed_precision: Annotated[
+        Literal["no", "bf16", "fp16"],
+        typer.Option(
+            "--mixed-precision", help="Set the number format of the forward pass.", rich_help_panel=_TRAINING
+        ),
+    ] = "no",
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        typer.Option(
+            "--dtype",
+            help="Set the number format of parameters; by default the model's own.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    wrap: Annotated[
+        str,
+        typer.Option(
+            "--wrap",
+            metavar="MODULES",
+            help="Gather these modules as units, as fully_shard.wrap does.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = "auto",
+    activations: Annotated[
+        bool,
+        typer.Option(
+            "--activations/--no-activations", help="Measure activations.", rich_help_panel=_TRAINING
+        ),
+    ] = True,
+    show_all: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Show every layout, with and without resharding and checkpointing.",
+            rich_help_panel=_RESULT,
+        ),
+    ] = False,
+    show_zero: Annotated[
+        bool,
+        typer.Option(
+            "--deepspeed",
+            help="Show the stages of DeepSpeed's ZeRO too, with and without offload.",
+            rich_help_panel=_RESULT,
+        ),
+    ] = False,
+    write_profile: Annotated[
+        str | None,
+        typer.Option(
+            "--write-profile",
+            metavar="NAME",
+            help="Write the layout to this profile.",
+            autocompletion=complete_profile_names,
+            rich_help_panel=_RESULT,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the layout to this profile file.",
+            rich_help_panel=_RESULT,
+        ),
+    ] = None,
+    run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="RUN",
+            help="Compare with the memory of this run of accel launch: an id, or the name of a script.",
+            autocompletion=complete_runs,
+            rich_help_panel=_RESULT,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_RESULT)] = False,
 ) -> None:
     """Estimate the memory that training a model needs on each device, for every layout of the devices.
 
@@ -166,7 +200,20 @@ def estimate(  # noqa: PLR0913, PLR0917 - options of the command
     """
     if write_profile and output:
         raise UsageError("Pass either --write-profile or --output, not both.")
-    run = None if run_name is None else _find_run(run_name, request.devices)
+    request = EstimateRequest(
+        target=target,
+        devices=devices,
+        memory=memory,
+        headroom=headroom,
+        batch_size=batch_size,
+        seq_length=seq_length,
+        optimizer=optimizer,
+        mixed_precision=mixed_precision,
+        dtype=dtype,
+        wrap=wrap,
+        activations=activations,
+    )
+    run = None if run_name is None else _find_run(run_name, devices)
     result = _compute_layouts(request)
     if run is not None:
         result["run"] = _compare(run, result)

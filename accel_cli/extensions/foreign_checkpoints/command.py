@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-import click
+from typing import Annotated
+
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files
-from accel_cli.commands.options import argument, option
 
-__all__ = ["import_"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 
-@click.command(
+@app.command(
     "import",
-    cls=Command,
     epilog="Example: accel checkpoint import outputs/checkpoint/step-1000 -o runs/7/checkpoints/checkpoint_0",
 )
-@argument("folder", metavar="FOLDER", help="Read this folder that torch.distributed.checkpoint wrote.")
-@option(
-    "-o",
-    "--output",
-    metavar="DIR",
-    required=True,
-    help="Write this checkpoint, which must not exist.",
-    shell_complete=complete_files,
-)
-@option(
-    "--model",
-    "models",
-    metavar="KEY",
-    multiple=True,
-    help="Import the model at this key of the state dict, such as app.model; '' is the top level. Several: repeat it.",
-)
-@option(
-    "--optimizer",
-    "optimizers",
-    metavar="KEY",
-    multiple=True,
-    help="Import the optimizer at this key of the state dict. Several: repeat it.",
-)
-@option("--json", "as_json", is_flag=True, help="Print JSON.")
 def import_(
-    folder: str, output: str, models: tuple[str, ...], optimizers: tuple[str, ...], as_json: bool
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="FOLDER", help="Read this folder that torch.distributed.checkpoint wrote."),
+    ],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="DIR", help="Write this checkpoint, which must not exist."),
+    ],
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="KEY",
+            help="Import the model at this key of the state dict, such as app.model; '' is the top level. Several: "
+            "repeat it.",
+        ),
+    ] = None,
+    optimizers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--optimizer",
+            metavar="KEY",
+            help="Import the optimizer at this key of the state dict. Several: repeat it.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Import a checkpoint of torch.distributed.checkpoint: dcp.save, torchtitan, or FSDP with Accelerate.
 
@@ -52,7 +53,9 @@ def import_(
     from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
 
     with console.read_progress() as progress:
-        result = import_dcp(folder, output, DcpSelection(models, optimizers), progress)
+        result = import_dcp(
+            folder, output, DcpSelection(tuple(models or ()), tuple(optimizers or ())), progress
+        )
     if as_json:
         console.print_json(result)
         return

@@ -10,15 +10,12 @@ import threading
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
-from typing_extensions import override
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files
-from accel_cli.commands.options import IntRange, argument, option
+from accel_cli.commands.command import ScriptCommand, get_parsed
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,92 +23,90 @@ if TYPE_CHECKING:
 
     from accel_cli.extensions.migrate.files import MigratedFile
 
-__all__ = ["migrate"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 _MAX_UNCHANGED = 5
 """The number of scripts that are listed one by one because nothing has to change in them."""
 _PROGRESS_S = 5.0
 """The seconds between two lines of progress, on a terminal and in a pipe."""
 _MANY_FILES, _CHUNK = 16, 4
-_SCRIPT_ARGUMENTS = "accel.migrate.script_arguments"
 _STEPS, _TIMEOUT_S = 10, 300
+_VERIFY = "Verify"
 _PREPARED = re.compile(r"accelerator\.prepare(?:_data_loader)?\(([^)]*)\)")
 _COLORS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
 
 
-class _MigrateCommand(Command):
-    """A command that takes what follows `--` as arguments of the script, with `--verify`."""
-
-    @override
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args and "--verify" in args[: args.index("--")]:
-            end = args.index("--")
-            ctx.meta[_SCRIPT_ARGUMENTS] = tuple(args[end + 1 :])
-            args = args[:end]
-        return super().parse_args(ctx, args)
-
-
-@click.command("migrate", cls=_MigrateCommand, panel="Set up", epilog="Example: accel migrate train.py")
-@argument(
-    "paths",
-    metavar="PATH",
-    nargs=-1,
-    required=True,
-    help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
-    shell_complete=complete_files,
-)
-@option(
-    "--write",
-    is_flag=True,
-    help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
-)
-@option("--check", is_flag=True, help="Exit with code 1 if something is left to do.")
-@option(
-    "--verify",
-    is_flag=True,
-    help="Run the first steps of the script before and after the conversion, on one process and on two, in a copy of its folder, and "
-    "compare them. Arguments of the script follow --. Other paths are scripts that it imports.",
-)
-@option(
-    "--steps",
-    metavar="N",
-    type=IntRange(min=1),
-    help=f"Set the number of optimizer steps that --verify compares.  [default: {_STEPS}]",
-)
-@option(
-    "--timeout",
-    metavar="SECONDS",
-    type=IntRange(min=1),
-    help=f"Set the time that --verify waits for each step.  [default: {_TIMEOUT_S}]",
-)
-@click.pass_context
+@app.command("migrate", cls=ScriptCommand, rich_help_panel="Set up", epilog="Example: accel migrate train.py")
 def migrate(  # noqa: PLR0913 - an argument for each option
-    context: click.Context,
-    paths: tuple[str, ...],
+    context: typer.Context,
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH",
+            help="Convert these scripts, or the scripts in these folders; - reads a script from the standard input.",
+        ),
+    ],
     *,
-    write: bool,
-    check: bool,
-    verify: bool,
-    steps: int | None,
-    timeout: int | None,
+    write: Annotated[
+        bool,
+        typer.Option(
+            "--write",
+            help="Write the changes; the files before are kept as *.orig. A script from the standard input is printed.",
+        ),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with code 1 if something is left to do.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Run the first steps of the script before and after the conversion, on one process and on two, in a copy "
+            "of its folder, and compare them. Arguments of the script follow --. Other paths are scripts that it imports.",
+            rich_help_panel=_VERIFY,
+        ),
+    ] = False,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            help=f"Set the number of optimizer steps that --verify compares (default: {_STEPS}).",
+            rich_help_panel=_VERIFY,
+        ),
+    ] = None,
+    timeout: Annotated[
+        int | None,
+        typer.Option(
+            "--timeout",
+            metavar="SECONDS",
+            min=1,
+            help=f"Set the time that --verify waits for each step (default: {_TIMEOUT_S}).",
+            rich_help_panel=_VERIFY,
+        ),
+    ] = None,
 ) -> None:
     """Convert training scripts, and shell scripts that launch them, to accel.
 
-    Prints the changes as a diff, and the places that are not converted with the code to write. Scripts are only read, and
-    not run, except with --verify.
+    Prints the changes as a diff, and the places that are not converted with the code to write.
+
+    Scripts are only read, and not run, except with --verify.
     """
     if "" in paths:  # not the current folder, as for Path("")
         raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
     if verify:
         options = ["--write"] * write + ["--check"] * check
         with _exit_at_signals():
-            context.exit(_verify([Path(path) for path in paths], context, options))
+            raise typer.Exit(_verify(paths, context, options))
     if steps or timeout:
         raise UsageError("Cannot use --steps or --timeout: nothing is run. Add --verify.")
-    _convert([Path(path) for path in paths], context, write=write, check=check)
+    _convert([Path(path) for path in paths], write=write, check=check)
 
 
-def _convert(paths: list[Path], context: click.Context, *, write: bool, check: bool) -> None:
+def _convert(paths: list[Path], *, write: bool, check: bool) -> None:
     """Print or write the changes, and print the places that are left."""
     files, problems = _read_files(paths)
     for file in files:
@@ -138,9 +133,9 @@ def _convert(paths: list[Path], context: click.Context, *, write: bool, check: b
             "Accelerator(split_batches=True) keeps the global batch"
         )
     if unwritten:
-        context.exit(2)
+        raise typer.Exit(2)
     if check and ((changed and not write) or any(file.findings for file in files)):
-        context.exit(1)
+        raise typer.Exit(1)
 
 
 def _read_files(paths: list[Path]) -> tuple[list[MigratedFile], list[str]]:
@@ -227,8 +222,14 @@ def _try_to_migrate(file: tuple[Path, Path]) -> MigratedFile | str:
         )
 
 
-def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int:
-    """Compare the first steps before and after the conversion; return the exit code."""
+def _verify(typed: list[str], context: typer.Context, others: list[str]) -> int:
+    """Compare the first steps before and after the conversion; return the exit code.
+
+    Args:
+        typed: The scripts, and what follows `--`, which are the arguments of the first one.
+        context: The context of the command.
+        others: The options that exclude a comparison.
+    """
     if others:
         raise UsageError(
             f"Cannot combine --verify with {' and '.join(others)}: it compares, and changes nothing. Run accel migrate --verify first."
@@ -237,13 +238,18 @@ def _verify(paths: list[Path], context: click.Context, others: list[str]) -> int
     from accel_cli.extensions.migrate.verification_runs import VerifyOptions
     from accel_cli.planning.machine import detect_quickly
 
+    words = get_parsed(context).words
+    arguments = words[words.index("--") + 1 :] if "--" in words else ()
+    paths = [Path(path) for path in typed[: len(typed) - len(arguments)]]
+    if not paths:
+        raise UsageError("Cannot compare: there is no script before --. Put PATH before --.")
     versions, left = read_versions(paths)
     converted = ConvertedScript(
         script=paths[0],
         before={path: before for path, (before, _) in versions.items()},
         after={path: after for path, (_, after) in versions.items()},
         options=VerifyOptions(
-            arguments=context.meta.get(_SCRIPT_ARGUMENTS, ()),
+            arguments=arguments,
             environ=os.environ,
             max_steps=context.params["steps"] or _STEPS,
             timeout_s=context.params["timeout"] or _TIMEOUT_S,

@@ -13,7 +13,8 @@ from accel_cli.accelerate.foreign_options import translate
 from accel_cli.errors import UsageError
 from accel_cli.extensions.migrate.findings import Finding
 from accel_cli.launchers import list_options
-from accel_cli.planning.launch_options import OPTIONS, find_foreign_option, normalize_option
+from accel_cli.planning.launch_options import find_foreign_option, normalize_option
+from accel_cli.profile.options import OPTIONS
 
 __all__ = ["migrate_shell"]
 

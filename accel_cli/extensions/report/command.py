@@ -8,21 +8,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-import click
+import typer
 
 from accel_cli import console
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files
-from accel_cli.commands.options import argument, option
-from accel_cli.commands.runs import find_log_home, log_dir_option
+from accel_cli.commands.runs import LogDir, find_log_home
 from accel_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from accel_cli.extensions.report.data import RunData
 
-__all__ = ["report"]
+__all__ = ["app"]
+
+app = typer.Typer()
 
 _PACKAGES = ("plotly", "jinja2")
 _WATCH_S = 10.0
@@ -32,31 +31,37 @@ _MARK_RANGE = 1024
 """The bytes at the start of a report that contain its mark."""
 
 
-@click.command("report", cls=Command, panel="Run", epilog="Example: accel report -o report.html")
-@argument(
-    "runs",
-    metavar="RUN",
-    nargs=-1,
-    help="Show these runs: ids of accel runs, paths of run folders, or .jsonl files of the jsonl tracker; by default "
-    "the last run.",
-    shell_complete=complete_files,
-)
-@option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    type=Path,
-    help="Write this file; by default report-RUN.html, or report.html for several runs.",
-    shell_complete=complete_files,
-)
-@option("--force", is_flag=True, help="Replace a file that accel report did not write.")
-@option(
-    "--watch",
-    is_flag=True,
-    help="Write the file again every 10 seconds while a run is in progress; its page reloads.",
-)
-@log_dir_option
-def report(runs: tuple[str, ...], output: Path | None, force: bool, watch: bool, log_dir: str | None) -> None:
+@app.command("report", rich_help_panel="Watch", epilog="Example: accel report -o report.html")
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN",
+            help="Show these runs: ids of accel runs, paths of run folders, or .jsonl files of the jsonl tracker; by "
+            "default the last run.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write this file; by default report-RUN.html, or report.html for several runs.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that accel report did not write.")
+    ] = False,
+    watch: Annotated[
+        bool,
+        typer.Option(
+            "--watch",
+            help="Write the file again every 10 seconds while a run is in progress; its page reloads.",
+        ),
+    ] = False,
+    log_dir: LogDir = None,
+) -> None:
     """Write metrics, step times, memory and events of runs to an HTML file.
 
     Several runs are drawn over each other. The file needs no network.
@@ -68,7 +73,7 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, watch: bool,
         raise UsageError(
             f"Cannot draw a report: {' and '.join(missing)} not installed. Run: {format_install(*_PACKAGES, extra='report')}"
         )
-    selected = _read_runs(runs, log_dir)
+    selected = _read_runs(runs or (), log_dir)
     file = output or Path(f"report-{selected[0].name}.html" if len(selected) == 1 else "report.html")
     _check_output(file, force=force)
     _write_page(file, selected, is_watched=watch)
@@ -76,7 +81,7 @@ def report(runs: tuple[str, ...], output: Path | None, force: bool, watch: bool,
     with suppress(KeyboardInterrupt):
         while watch and any(run.is_running for run in selected):
             time.sleep(_WATCH_S)
-            selected = _read_runs(runs, log_dir)
+            selected = _read_runs(runs or (), log_dir)
             _write_page(file, selected, is_watched=watch)
 
 

@@ -35,7 +35,7 @@ __all__ = [
 _MB = 10**6
 _PACKAGES = ("accel_cli", "accel_runtime")
 _ENTRY = "accel_cli/extensions/sagemaker/entry.py"
-_PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+_PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 """Python versions to fetch wheels for, if that of the image is not known."""
 _PIP_TIMEOUT_S = 120
 _PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_28")

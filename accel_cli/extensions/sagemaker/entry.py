@@ -33,7 +33,7 @@ _SIGNALS = (
 _CHANNEL = "accel"
 _PORT = "7777"
 """The port of the rendezvous, as in SageMaker's own launchers."""
-_PYTHON, _TORCH = (3, 10), (2, 9)
+_PYTHON, _TORCH = (3, 11), (2, 9)
 """The oldest versions that accel runs on."""
 _COMPAT, _DRIVER = Path("/usr/local/cuda/compat"), Path("/proc/driver/nvidia/version")
 _PIP = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_ROOT_USER_ACTION": "ignore"}
@@ -189,7 +189,7 @@ def _check_image() -> None:
     cure = "Choose another image (launcher.image_uri), or leave image_uri out and accel chooses one."
     if sys.version_info < _PYTHON:
         raise JobError(
-            f"this image has Python {sys.version.split()[0]}, and accel needs 3.10 or newer. {cure}"
+            f"this image has Python {sys.version.split()[0]}, and accel needs 3.11 or newer. {cure}"
         )
     try:
         torch = version("torch")

@@ -204,7 +204,7 @@ def _choose_folder(files: Path, subfolder: str) -> Path:
 
 def _unpack(uri: str, path: Path, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
-        raise UsageError("This Python cannot unpack archives safely. Use 3.10.12, 3.11.4, 3.12 or newer.")
+        raise UsageError("This Python cannot unpack archives safely. Use 3.11.4, 3.12 or newer.")
     try:
         with gzip.open(path) as stream:
             with tarfile.open(fileobj=stream, mode="r|") as archive:

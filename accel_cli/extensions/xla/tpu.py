@@ -41,11 +41,11 @@ _TPU_NAMES: Mapping[str, str] = {
 """By PCI device id; Google's network cards and disks have the same vendor id."""
 
 OPTIONS: Mapping[str, str] = {
-    "Use accel tpu-pod NAME --run": "run-pod",
-    "Use accel tpu-pod NAME --zone ZONE": "zone=",
-    "Use accel tpu-pod NAME --project ID": "project=",
-    "Use accel tpu-pod NAME --folder DIR": "pod-folder=",
-    "Use accel tpu-pod NAME --setup COMMAND": "pod-setup=",
+    "Use accel xla pod NAME --run": "run-pod",
+    "Use accel xla pod NAME --zone ZONE": "zone=",
+    "Use accel xla pod NAME --project ID": "project=",
+    "Use accel xla pod NAME --folder DIR": "pod-folder=",
+    "Use accel xla pod NAME --setup COMMAND": "pod-setup=",
     launch.TPU_CLUSTER.advice: "tpu-pod=",
 }
 """Options of Accelerate's and torch_xla's launchers of pods by the advice for them."""

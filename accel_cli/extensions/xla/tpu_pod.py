@@ -1,79 +1,86 @@
-"""`accel tpu-pod`: the gcloud command that runs `accel launch` on every worker of a TPU pod."""
+"""`accel xla pod`: the gcloud command that runs `accel launch` on every worker of a TPU pod."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import click
+import typer
 
-from accel_cli.commands.command import Command
-from accel_cli.commands.completion import complete_files
-from accel_cli.commands.launch import build_request, format_headline, format_plan, launch, select_given
-from accel_cli.commands.options import argument, declare, option, pass_options
+from accel_cli.commands import launch
+from accel_cli.commands.command import parse_launch
 
 if TYPE_CHECKING:
     from accel_cli.planning.launch_options import Request
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
 
-__all__ = ["Pod", "find_folder", "prepare", "tpu_pod"]
+__all__ = ["Pod", "app", "find_folder", "prepare"]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.:-]*")
 
 
-@dataclass(frozen=True)
-class Pod:
+class Pod(NamedTuple):
     """A TPU pod, and how its workers run the script."""
 
-    name: str = declare(argument, "name", metavar="NAME", help="Name of the TPU.")
-    zone: str | None = declare(
-        option,
-        "--zone",
-        default=None,
-        metavar="ZONE",
-        help="Use the TPU in this zone instead of gcloud's default.",
-    )
-    project: str | None = declare(
-        option, "--project", default=None, metavar="ID", help="Use this project instead of gcloud's default."
-    )
-    folder: str | None = declare(
-        option,
-        "--folder",
-        default=None,
-        metavar="DIR",
-        help="Run in this folder of the workers, relative to the home; by default the current folder.",
-    )
-    setup: Sequence[str] = declare(
-        option, "--setup", default=(), multiple=True, metavar="COMMAND",
-        help="Run a shell command on every worker before the launch; can be repeated.",
-    )  # fmt: skip
+    name: str
+    zone: str | None = None
+    project: str | None = None
+    folder: str | None = None
+    setup: Sequence[str] = ()
 
 
-@click.command(
-    "tpu-pod",
-    cls=Command,
-    panel="Run",
-    gives_advice=True,
-    epilog="Example: accel tpu-pod my-pod --zone us-central2-b -- train.py --epochs 3",
+app = typer.Typer(
+    rich_help_panel="Manage",
+    no_args_is_help=True,
+    epilog="Example: accel xla pod my-pod --zone us-central2-b -- train.py --epochs 3",
 )
-@click.pass_context
-@pass_options(Pod)
-@argument(
-    "launch_args",
-    metavar="LAUNCH",
-    nargs=-1,
-    required=True,
-    help="Arguments of accel launch: its options, SCRIPT and ARGS.",
-    shell_complete=complete_files,
-)
-@option("--run", is_flag=True, help="Run the command instead of printing it.")
-def tpu_pod(context: click.Context, pod: Pod, launch_args: tuple[str, ...], run: bool) -> None:
+
+
+@app.callback()
+def xla() -> None:
+    """Start a launch on all hosts of a TPU pod."""
+
+
+@app.command("pod", epilog="Example: accel xla pod my-pod --zone us-central2-b -- train.py --epochs 3")
+def pod(  # noqa: PLR0913 - options of the command
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the TPU.")],
+    launch_args: Annotated[
+        list[str],
+        typer.Argument(metavar="LAUNCH", help="Arguments of accel launch: its options, SCRIPT and ARGS."),
+    ],
+    *,
+    zone: Annotated[
+        str | None,
+        typer.Option("--zone", metavar="ZONE", help="Use the TPU in this zone instead of gcloud's default."),
+    ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option("--project", metavar="ID", help="Use this project instead of gcloud's default."),
+    ] = None,
+    folder: Annotated[
+        str | None,
+        typer.Option(
+            "--folder",
+            metavar="DIR",
+            help="Run in this folder of the workers, relative to the home; by default the current folder.",
+        ),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--setup",
+            metavar="COMMAND",
+            help="Run a shell command on every worker before the launch; can be repeated.",
+        ),
+    ] = None,
+    run: Annotated[bool, typer.Option("--run", help="Run the command instead of printing it.")] = False,
+) -> None:
     """Print the gcloud command that runs accel launch on every worker of a TPU pod.
 
-    Put -- before the arguments of accel launch, so that its options are not read as options of accel tpu-pod.
+    Put -- before the arguments of accel launch, so that its options are not read as options of accel xla pod.
     """
     import os
     import shutil
@@ -85,12 +92,12 @@ def tpu_pod(context: click.Context, pod: Pod, launch_args: tuple[str, ...], run:
     from accel_cli.profile import planner
 
     request = _parse_launch(context, launch_args)
-    if pod.folder is None:
+    if folder is None:
         # In another folder, the workers may have a script that is missing here.
         planner.check_target(request.target, request.kind, request.args)
-    resolved, plan = prepare(pod, request, os.environ)
+    resolved, plan = prepare(Pod(name, zone, project, folder, setup or ()), request, os.environ)
     if "dry_run" in request.options or "explain" in request.options:
-        console.plain(format_plan(plan, resolved if "explain" in request.options else None))
+        console.plain(launch.format_plan(plan, resolved if "explain" in request.options else None))
         return
     quiet = "quiet" in request.options
     if not run:
@@ -102,21 +109,19 @@ def tpu_pod(context: click.Context, pod: Pod, launch_args: tuple[str, ...], run:
         return
     if not shutil.which("gcloud"):
         raise UsageError(
-            "gcloud not found: accel tpu-pod --run needs it to reach the workers. Install the Google Cloud CLI "
+            "gcloud not found: accel xla pod --run needs it to reach the workers. Install the Google Cloud CLI "
             "(https://cloud.google.com/sdk/docs/install), or leave out --run and run the printed command elsewhere."
         )
     if not quiet:
-        console.note(format_headline(plan, resolved))
-    context.exit(Single().run(plan))
+        console.note(launch.format_headline(plan, resolved))
+    raise typer.Exit(Single().run(plan))
 
 
-def _parse_launch(context: click.Context, args: tuple[str, ...]) -> Request:
+def _parse_launch(context: typer.Context, args: Sequence[str]) -> Request:
     """Return the request for arguments of `accel launch`."""
     from dataclasses import replace
 
-    parsed = launch.make_context("launch", list(args), parent=context.find_root())
-    script, passed = parsed.params.pop("script"), parsed.params.pop("args")
-    return replace(build_request(script, passed, select_given(parsed.params), parsed), for_pod=True)
+    return replace(launch.build_request(parse_launch(launch.app, args, context)), for_pod=True)
 
 
 def find_folder(folder: str | None) -> str:
@@ -160,10 +165,10 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
             )
     if "node_rank" in request.options:
         raise UsageError(
-            "Cannot use --node-rank with accel tpu-pod: it is for one node, and all of them are started. Leave it out."
+            "Cannot use --node-rank with accel xla pod: it is for one node, and all of them are started. Leave it out."
         )
     # A worker is assumed to have the packages; its own `accel launch` checks them.
-    devices = XlaDevices(Tpu(("TPU",), "accel tpu-pod"), Packages("2.9.0", "2.9.0", "installed"))
+    devices = XlaDevices(Tpu(("TPU",), "accel xla pod"), Packages("2.9.0", "2.9.0", "installed"))
     worker = Machine(1, others=(devices,))
     resolved, plan = planner.prepare(request, environ, worker)
     if plan.launcher != (needed := launchers.suggest_launcher(worker)):

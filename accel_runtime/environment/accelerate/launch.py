@@ -191,8 +191,8 @@ TPU_CLUSTER = Setting(
     options=("tpu_cluster",),
     is_switch=True,
     values="boolean",
-    reason="accel tpu-pod NAME runs the command on every worker of a pod",
-    advice="Use accel tpu-pod NAME, which starts accel launch on every worker of a pod",
+    reason="accel xla pod NAME runs the command on every worker of a pod",
+    advice="Use accel xla pod NAME, which starts accel launch on every worker of a pod",
 )
 _COMPILERS = Choices(
     (
@@ -318,28 +318,28 @@ CLUSTER = (
     RDZV_BACKEND,
     MAIN_TRAINING_FUNCTION,
     TPU_ENV,
-    Setting("tpu_name", values="text", reason="use accel tpu-pod NAME"),
-    Setting("tpu_zone", values="text", reason="use accel tpu-pod NAME --zone ZONE"),
+    Setting("tpu_name", values="text", reason="use accel xla pod NAME"),
+    Setting("tpu_zone", values="text", reason="use accel xla pod NAME --zone ZONE"),
     TPU_CLUSTER,
     Setting(
         "tpu_use_sudo",
         is_switch=True,
         values="boolean",
-        reason="use sudo in accel tpu-pod NAME --setup COMMAND",
-        advice="Use accel tpu-pod NAME --setup COMMAND, with sudo in the command",
+        reason="use sudo in accel xla pod NAME --setup COMMAND",
+        advice="Use accel xla pod NAME --setup COMMAND, with sudo in the command",
     ),
     Setting(
         "tpu_vm",
         options=("vm",),
         values="texts",
-        reason="accel tpu-pod NAME starts all workers of the pod",
+        reason="accel xla pod NAME starts all workers of the pod",
         advice=TPU_CLUSTER.advice,
     ),
-    Setting("commands", values="texts", reason="use accel tpu-pod NAME --setup COMMAND for each command"),
+    Setting("commands", values="texts", reason="use accel xla pod NAME --setup COMMAND for each command"),
     Setting(
         "command_file",
         values="text",
-        reason="use accel tpu-pod NAME --setup COMMAND for each line of the file",
+        reason="use accel xla pod NAME --setup COMMAND for each line of the file",
     ),
     DOWNCAST_BF16,
 )

@@ -404,9 +404,9 @@ def test_a_tpu_file_becomes_launcher_xla(kind):
     assert mapped["num_processes"] == "launcher.replicas: all"
     assert mapped["main_training_function"] == "launcher.main_training_function: train"
     assert mapped["tpu_env"] == "env.WANDB_API_KEY"
-    assert omitted["tpu_name"] == "use accel tpu-pod NAME"
+    assert omitted["tpu_name"] == "use accel xla pod NAME"
     assert "every worker of a pod" in omitted["tpu_use_cluster"]
-    assert omitted["commands"] == "use accel tpu-pod NAME --setup COMMAND for each command"
+    assert omitted["commands"] == "use accel xla pod NAME --setup COMMAND for each command"
     assert "secret" not in str([*result.mapped, *result.left]).lower().replace("hf_secret", "").replace(
         "***", ""
     )
@@ -427,7 +427,7 @@ def test_the_hosts_of_a_pod_are_omitted_with_a_reason():
     assert (launcher.nnodes, launcher.replicas) == (1, "all")
     assert list_keys(result.left) == ["num_machines", "machine_rank", "main_process_ip"]
     omitted = map_reasons(result.left)
-    assert all("accel tpu-pod" in omitted[key] for key in ("num_machines", "main_process_ip"))
+    assert all("accel xla pod" in omitted[key] for key in ("num_machines", "main_process_ip"))
 
 
 def test_downcast_bf16_is_omitted_with_a_replacement():

@@ -1,4 +1,4 @@
-"""Command lines that are rejected: one message each, the same with all versions of click."""
+"""Command lines that are rejected: one message each."""
 
 import pytest
 from support.commands import call_accel
@@ -19,7 +19,7 @@ from support.commands import call_accel
         "estimate m:f --headroom=91": "Invalid value for '--headroom': expected at most 90, got '91'. See accel estimate --help.",
         "estimate m:f --dtype fp8": "Invalid value for '--dtype': 'fp8' is not one of 'bf16', 'fp16', 'fp32'. See accel estimate --help.",
         "config set": "Missing argument 'KEY=VALUE'. See accel config set --help.",
-        "checkpoint export": "Missing option '-o' / '--output'. See accel checkpoint export --help.",
+        "checkpoint export": "Missing option '--output' / '-o'. See accel checkpoint export --help.",
         "lunch": "No such command 'lunch'. Did you mean 'launch'? See accel --help.",
         "config sett": "No such command 'sett'. Did you mean 'set', 'unset'? See accel config --help.",
         "jobs x": "No such command 'x'. See accel jobs --help.",

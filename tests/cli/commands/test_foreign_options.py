@@ -156,11 +156,11 @@ def test_foreign_options_after_the_script_belong_to_the_script(launch):
 def test_config_file_is_rejected_with_the_options_for_files(capfd, cwd, args):
     result = call_accel(capfd, *args, "--config_file", "x.yaml")
     assert result.returncode == 2
-    assert f"accel {args[0]} has no option --config_file. Use --profile NAME" in result.stderr
+    assert "No such option: --config-file. In accel launch, use --profile NAME" in result.stderr
 
 
 def test_replacements_name_existing_keys_and_options():
-    commands = (COMMANDS["launch",], COMMANDS["tpu-pod",])
+    commands = (COMMANDS["launch",], COMMANDS["xla", "pod"])
     options = {name for command in commands for param in command.params for name in param.opts}
     for cure in {foreign.advice for foreign in list_foreign_options().values()}:
         for key in re.findall(r"--set ([\w.]+)=", cure):

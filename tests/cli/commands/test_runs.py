@@ -111,7 +111,10 @@ def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path
     failed = RunFolder.create(tmp_path, "a/fails.py", {"target": "a/fails.py", "world_size": 4})
     failed.update({"started": started, "ended": started + 42, "exit_code": 3})
     running = RunFolder.create(tmp_path, "train.py", {"target": "train.py", "world_size": 2})
-    rows = [line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    head, *rows = [
+        line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
+    ]
+    assert head == ["RUN", "SCRIPT", "STARTED", "DURATION", "RANKS", "EXIT"]
     assert [row[:2] for row in rows] == [[running.path.name, "train.py"], [failed.path.name, "fails.py"]]
     assert [row[4:] for row in rows] == [["2", "running"], ["4", "3"]]
     assert rows[1][3] == "42 s"
@@ -124,7 +127,7 @@ def test_runs_are_listed_with_script_start_duration_ranks_and_exit_code(tmp_path
 def test_control_characters_in_the_name_of_a_script_do_not_reach_the_terminal(tmp_path, capfd, cwd):
     name = "train\x1b[2J\x9b31m\n\té.py"
     RunFolder.create(tmp_path, name, {"target": name, "world_size": 1})
-    (row,) = call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
+    _, row = call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
     assert row.split("\t")[1] == r"train\x1b[2J\x9b31m\n\té.py"
     (entry,) = json.loads(call_accel(capfd, "runs", "--log-dir", tmp_path, "--json").stdout)
     assert entry["script"] == name
@@ -137,7 +140,9 @@ def test_a_script_that_replaced_its_launcher_ends_with_its_heartbeat(tmp_path, c
         record_end(replace_launcher(tmp_path, name, ended.pid).get_rank(0, 0), failed=failed)
     replace_launcher(tmp_path, "plain.py", ended.pid)
     replace_launcher(tmp_path, "lives.py", os.getpid(), pid_start=None)
-    rows = [line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()]
+    _, *rows = [
+        line.split("\t") for line in call_accel(capfd, "runs", "--log-dir", tmp_path).stdout.splitlines()
+    ]
     assert [(row[1], row[5]) for row in rows] == [
         ("lives.py", "running"),
         ("plain.py", "unknown"),

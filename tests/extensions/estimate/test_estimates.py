@@ -89,7 +89,7 @@ def estimate(cwd, capfd, monkeypatch, tmp_path):
 
 
 def rows(result):
-    return [line.split("\t") for line in result.stdout.splitlines()]
+    return [line.split("\t") for line in result.stdout.splitlines()[1:]]
 
 
 @pytest.mark.slow

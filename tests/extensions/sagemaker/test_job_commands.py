@@ -84,7 +84,7 @@ def test_the_newest_jobs_are_listed_oldest_first(account, jobs):
     account.wait("job-52")
     result = jobs("list")
     assert result.returncode == 0, result.stderr
-    rows = [line.split("\t") for line in result.stdout.splitlines()]
+    _, *rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert [row[0] for row in rows] == [f"job-{number:02}" for number in range(3, 53)]
     assert rows[0][2] == "Completed"
     assert account.calls().count("sagemaker:ListTrainingJobs") == 1

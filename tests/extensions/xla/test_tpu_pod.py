@@ -1,4 +1,4 @@
-"""`accel tpu-pod` starts the same `accel launch` on every worker of a pod, through gcloud and its shell."""
+"""`accel xla pod` starts the same `accel launch` on every worker of a pod, through gcloud and its shell."""
 
 import os
 import shlex
@@ -178,7 +178,7 @@ def test_variables_about_the_hosts_of_this_machine_are_not_passed(world):
             "Invalid NAME '-oProxyCommand=x': expected letters",
         ),
         ({"pod": tpu_pod.Pod("p", folder=".", zone="a b")}, "Invalid --zone 'a b': expected letters"),
-        ({"node_rank": 0}, "Cannot use --node-rank with accel tpu-pod"),
+        ({"node_rank": 0}, "Cannot use --node-rank with accel xla pod"),
         ({"mixed_precision": "fp16"}, "fp16"),
         ({"cpu": True}, "device: cpu"),
         ({"set": ("launcher.kind=single",)}, "--set launcher.kind=xla"),
@@ -199,8 +199,8 @@ def test_a_request_that_cannot_run_on_a_pod_is_rejected(options, message):
 
 @pytest.fixture
 def tpu_pod_command(cwd, capfd):
-    """Call `accel tpu-pod` in this process."""
-    return partial(call_accel, capfd, "tpu-pod")
+    """Call `accel xla pod` in this process."""
+    return partial(call_accel, capfd, "xla", "pod")
 
 
 def test_the_command_is_printed_and_not_run(tpu_pod_command, script, world):
@@ -227,7 +227,7 @@ def test_run_runs_the_command_and_returns_the_exit_code_of_gcloud(accel, script,
     folder, environ = world
     (folder / "worker/elsewhere").mkdir(exist_ok=True)
     options = ["pod", "--zone", "z", "--folder", "elsewhere", "--run", "--"]
-    result = accel("tpu-pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
+    result = accel("xla", "pod", *options, "train.py", "a  b", env=environ | {"CODE": str(code)})
     assert result.returncode == code, result.stderr
     assert read_words(folder / "argv")[-2:] == ["train.py", "a  b"]
     assert (folder / "pwd").read_text() == f"{folder}/worker/elsewhere\n"
@@ -240,7 +240,7 @@ def test_a_missing_gcloud_is_one_message(tpu_pod_command, script, tmp_path):
     environ = {**os.environ, "PATH": str(tmp_path / "empty")}
     result = tpu_pod_command("p", "--run", "--", "train.py", env=environ)
     assert result.returncode == 2
-    assert "gcloud not found: accel tpu-pod --run needs it" in result.stderr
+    assert "gcloud not found: accel xla pod --run needs it" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -255,12 +255,12 @@ def test_explain_prints_the_command_and_the_source_of_each_value(tpu_pod_command
 @pytest.mark.parametrize(
     ("option", "replacement"),
     [
-        (["--tpu-pod", "p"], "accel tpu-pod NAME"),
-        (["--zone", "z"], "accel tpu-pod NAME --zone ZONE"),
-        (["--project", "p"], "accel tpu-pod NAME --project ID"),
-        (["--pod-folder", "d"], "accel tpu-pod NAME --folder DIR"),
-        (["--pod-setup", "x"], "accel tpu-pod NAME --setup COMMAND"),
-        (["--run-pod"], "accel tpu-pod NAME --run"),
+        (["--tpu-pod", "p"], "accel xla pod NAME"),
+        (["--zone", "z"], "accel xla pod NAME --zone ZONE"),
+        (["--project", "p"], "accel xla pod NAME --project ID"),
+        (["--pod-folder", "d"], "accel xla pod NAME --folder DIR"),
+        (["--pod-setup", "x"], "accel xla pod NAME --setup COMMAND"),
+        (["--run-pod"], "accel xla pod NAME --run"),
     ],
 )
 def test_former_pod_options_of_accel_launch_are_rejected_with_the_command(capfd, script, option, replacement):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import click
+import typer
 from support.commands import Accel
 
 import accel_runtime
@@ -181,7 +181,7 @@ ELSEWHERE = {
         "needs a Ray cluster", "tests/extensions/ray/cluster/test_service.py"
     ),
     'python -m pip install -e ".[tpu]"': Elsewhere("changes the environment that runs this test", "Makefile"),
-    "accel tpu-pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
+    "accel xla pod my-pod --zone us-central2-b --run -- train.py --epochs 3": Elsewhere(
         "needs a pod", "tests/extensions/xla/test_tpu_pod.py"
     ),
     **dict.fromkeys(
@@ -424,7 +424,7 @@ def _check_accel(command: Any, name: str, words: list[str], *, fails: bool, pare
     """Parse as the command would, and each subcommand in turn."""
     try:
         context = command.make_context(name, list(words), parent=parent)
-    except click.exceptions.Exit:  # --version
+    except typer.Exit:  # --version
         return
     if hasattr(command, "commands"):
         rest = [*context._protected_args, *context.args]

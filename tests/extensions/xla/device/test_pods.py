@@ -41,7 +41,7 @@ def test_a_script_runs_on_a_worker_with_its_arguments_and_exit_code(tmp_path):
         "ACCEL_HOME": str(tmp_path / "home"),
     }
     process = subprocess.run(
-        [sys.executable, "-m", "accel_cli", "tpu-pod", "p", "--run", "--", "train.py", *ARGUMENTS],
+        [sys.executable, "-m", "accel_cli", "xla", "pod", "p", "--run", "--", "train.py", *ARGUMENTS],
         cwd=tmp_path / "me/project", env=os.environ | variables, capture_output=True, text=True, timeout=limit(500), check=False,
     )  # fmt: skip
     assert process.returncode == 7, process.stderr
