@@ -62,6 +62,8 @@ _LAUNCHER_VARIABLES = (
 os.environ["HF_HOME"] = str(Path(tempfile.gettempdir(), f"accel-tests-huggingface-{os.getuid()}"))
 # As in an activated environment: without `accel` on PATH, errors that name a command have another line.
 os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
+# On GitHub, typer writes colours into pipes otherwise.
+os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
 
 
 @pytest.fixture(autouse=True)

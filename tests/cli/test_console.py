@@ -76,6 +76,12 @@ def test_a_table_on_a_terminal_shows_control_characters_as_escapes(shown):
     assert b"\x1b[2J" not in text
 
 
+def test_a_table_in_a_pipe_has_a_header_unless_its_rows_are_named(capsys):
+    console.table(("RUN", "EXIT"), [("a", "0")])
+    console.table(("", ""), [("state", "Completed")])
+    assert capsys.readouterr().out == "RUN\tEXIT\na\t0\nstate\tCompleted\n"
+
+
 def test_columns_of_a_table_may_have_the_same_heading(shown):
     assert {b"state", b"Completed"} <= set(shown(("", ""), [("state", "Completed")]).split())
 

@@ -11,6 +11,7 @@ from support.commands import call_accel
 
 from accel_cli.main import accel
 from accel_cli.planning.launch_options import find_foreign_option, list_foreign_options, normalize_option
+from accel_cli.profile.options import OPTIONS
 from accel_cli.profile.schema import known_keys
 
 TORCHRUN = """
@@ -157,6 +158,10 @@ def test_config_file_is_rejected_with_the_options_for_files(capfd, cwd, args):
     result = call_accel(capfd, *args, "--config_file", "x.yaml")
     assert result.returncode == 2
     assert "No such option: --config-file. In accel launch, use --profile NAME" in result.stderr
+
+
+def test_the_command_declares_every_option_of_a_launch():
+    assert {*OPTIONS} <= {parameter.name for parameter in COMMANDS["launch",].params}
 
 
 def test_replacements_name_existing_keys_and_options():

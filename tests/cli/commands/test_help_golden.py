@@ -6,7 +6,7 @@ import pytest
 from support import golden
 from support.commands import call_accel
 
-from accel_cli.main import accel
+from accel_cli.main import COMMANDS, accel
 
 
 def command_paths(command, path=()):
@@ -35,3 +35,14 @@ def test_a_command_prints_the_help_of_its_golden_file(path, capfd, home):
 
 def test_every_golden_help_belongs_to_a_command():
     assert golden.names("help") == {"-".join(path) or "accel" for path in PATHS}
+
+
+def test_a_newcomer_sees_14_commands_at_most():
+    assert len(COMMANDS.names) <= 14
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")
+def test_a_help_fits_on_a_screen_or_has_panels(path):
+    lines = (golden.FOLDER / "help" / f"{'-'.join(path) or 'accel'}.txt").read_text().splitlines()
+    panels = [line for line in lines if line.startswith("╭─") and " Arguments " not in line]
+    assert len(lines) <= 40 or len(panels) > 1
