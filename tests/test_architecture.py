@@ -287,7 +287,8 @@ WORDS_ELSEWHERE = {
     },
     "keys and values of a profile, options and arguments that choose the extension": {
         "accel_cli/launchers/torchrun.py": "preflight",
-        "accel_cli/planning/launch_options.py": "preflight",
+        "accel_cli/commands/launch.py": "preflight",
+        "accel_cli/profile/options.py": "preflight",
         "accel_cli/profile/schema.py": "node_dir sagemaker smddp store_every tpus",
         "accel_runtime/accelerator/checkpointing.py": "node_dir store_every",
         "accel_runtime/accelerator/options.py": "node_dir store_every",
@@ -297,7 +298,8 @@ WORDS_ELSEWHERE = {
         "accel_runtime/foundation/options.py": "node_dir store_every",
     },
     "files, libraries and formats of others, in data that is searched for them": {
-        "accel_cli/launchers/secret_files.py": "aws boto clearml kubeconfig sbatch slurm ssh",
+        "accel_cli/launchers/secret_files.py": "aws boto clearml jinja2 kubeconfig kubernetes mlflow sbatch sky skypilot slurm ssh",
+        "accel_cli/launchers/source_files.py": "jinja2 sbatch slurm",
         "accel_cli/runner/failures.py": "smddp",
         "accel_cli/runner/hang_report.py": "botocore",
         "accel_runtime/storage/tensor_file.py": "dcp",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from accel_cli import console
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.profile.options import complete_assignments, complete_keys, complete_profile_names
-from accel_runtime.environment.engines import list_engines
+from accel_runtime.environment.engines import ENGINES, list_engines
 
 if TYPE_CHECKING:
     from accel_cli.accelerate.config_conversion import Imported
@@ -25,6 +25,7 @@ __all__ = ["app", "edit_interactively"]
 
 _SHOW = "Show and check"
 _CHANGE = "Create and change"
+_SHARDING = ["fully_shard", *ENGINES.names]
 
 _ProfileName = Annotated[
     str | None,
@@ -292,8 +293,13 @@ def import_(
     project: _Project = False,
     force: _Force = False,
     sharding: Annotated[
-        Literal["fully_shard", "deepspeed"] | None,
-        typer.Option("--sharding", help="Convert settings of an engine to this section of the profile."),
+        str | None,
+        typer.Option(
+            "--sharding",
+            metavar=f"<{'|'.join(_SHARDING)}>",
+            help="Convert settings of an engine to this section of the profile.",
+            autocompletion=lambda: _SHARDING,
+        ),
     ] = None,
 ) -> None:
     """Create a profile from a config file of Accelerate or of an engine, or from another profile.

@@ -45,7 +45,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = F
     from accel_runtime.environment.settings import __version__
 
     launchers = [LAUNCHERS[kind] for kind in LAUNCHERS.names]
-    packages = (*_PACKAGES, *(package for launcher in launchers for package in launcher.packages))
+    packages = (*_PACKAGES, *(package for launcher in launchers for package in launcher.listed_packages))
     libraries = (*_LIBRARIES, *(engine.package for engine in list_engines()))
     prefixes = (*_RELEVANT, *(prefix for launcher in launchers for prefix in launcher.variables))
     detected = machine.detect(os.environ)

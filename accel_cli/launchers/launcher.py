@@ -115,8 +115,8 @@ class Launcher(Section):
     """Its options of `accel launch`, in addition to those of all launchers."""
     key_aliases: ClassVar[Mapping[str, str]] = {}
     """Its name of a key that an option of `accel launch` sets under another name."""
-    packages: ClassVar[tuple[str, ...]] = ()
-    """The packages that `accel env` lists for it."""
+    listed_packages: ClassVar[tuple[str, ...]] = ()
+    """The packages that `accel env` lists for it, also if they are not installed."""
     variables: ClassVar[tuple[str, ...]] = ()
     """The prefixes of the variables of its service or library, which `accel env` lists."""
     formats: ClassVar[frozenset[str]] = frozenset(get_args(MixedPrecision))

@@ -57,7 +57,8 @@ class LossScaler(torch.amp.GradScaler):
 
     def begin_backward(self) -> None:
         """Update the scale if it is due, and multiply unscaled gradients by it, since scaled ones are added to them."""
-        if self._scale is None:  # also on a rank without losses, whose gradients those of other ranks scale
+        # Also on a rank without losses, whose gradients those of other ranks scale.
+        if self.is_enabled() and self._scale is None:
             self.scale(torch.ones((), device=self._device))
         if any(state.is_examined for state in self._gradients.values()):
             self._update_if_examined()

@@ -231,7 +231,7 @@ class SageMakerSection(Launcher):
         ),
     )
     job_keys = ("region", "aws_profile")
-    packages: ClassVar[tuple[str, ...]] = ("boto3",)
+    listed_packages: ClassVar[tuple[str, ...]] = ("boto3",)
     variables: ClassVar[tuple[str, ...]] = ("SM_",)
     process_group_backends: ClassVar[frozenset[ProcessGroupBackend]] = frozenset(
         get_args(ProcessGroupBackend)

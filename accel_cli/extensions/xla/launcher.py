@@ -39,7 +39,7 @@ class Xla(torchrun.ElasticLauncher):
 
     title: ClassVar[str] = "TPU (torch_xla)"
     location = "pod"
-    packages: ClassVar[tuple[str, ...]] = ("torch_xla", "libtpu")
+    listed_packages: ClassVar[tuple[str, ...]] = ("torch_xla", "libtpu")
     variables: ClassVar[tuple[str, ...]] = (
         "CPU_NUM_DEVICES", "LIBTPU_", "MEGASCALE_", "PJRT_", "TPU_", "XLA_",
     )  # fmt: skip
