@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import runtime
@@ -98,7 +98,7 @@ def _format_introduction(bench: Bench) -> str:
     torch, other = (_read_torch_version(bench, commands) for commands in (bench.accel, bench.accelerate))
     torch = torch if torch == other else f"{torch} (Accelerate: {other})"
     machine = f"{os.cpu_count()} CPUs ({_read_cpu_model()}) with Python {platform.python_version()} and torch {torch}"
-    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
     return INTRODUCTION.format(accelerate=ACCELERATE, date=date, machine=machine, repeats=bench.repeats)
 
 

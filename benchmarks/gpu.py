@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -585,7 +585,7 @@ def _format_introduction() -> str:
         gpu=torch.cuda.get_device_name(0)
         if torch.cuda.is_available()
         else "CPU, with tiny sizes: no measurement",
-        date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         python=platform.python_version(),

@@ -9,10 +9,10 @@ import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal, Protocol, TypeVar
+from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError, explain_torch_error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section

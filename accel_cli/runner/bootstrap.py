@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
-from typing_extensions import Self
 
 from accel_cli import console, worker
 from accel_cli.errors import AccelError, UsageError

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.runner import failures

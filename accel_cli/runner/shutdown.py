@@ -29,10 +29,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from typing_extensions import Self
 
 from accel_cli import console
 from accel_cli.errors import AccelError

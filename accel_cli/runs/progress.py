@@ -6,9 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
-
-from typing_extensions import Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from accel_cli.planning.plan import PROGRESS_INTERVAL_S, AgentSettings
 from accel_cli.runs.run_dir import RunFolder

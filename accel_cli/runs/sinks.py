@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Self
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import PROGRESS_INTERVAL_S, AgentSettings

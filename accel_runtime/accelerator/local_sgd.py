@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
-from typing_extensions import Self
 
 from accel_runtime.backends.tensors import reduce
 from accel_runtime.foundation.keywords import check_keywords_of

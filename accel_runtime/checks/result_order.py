@@ -9,7 +9,6 @@ import ast
 import inspect
 import itertools
 import linecache
-import sys
 import textwrap
 from collections.abc import Iterator
 from types import FrameType
@@ -56,10 +55,8 @@ def _find_assignments(frame: FrameType) -> Iterator[tuple[ast.Call, ast.Tuple | 
 
 
 def _find_lines(frame: FrameType) -> tuple[int, int]:
-    """Return the first and the last line of the call that a frame makes; Python 3.10 knows one line only."""
+    """Return the first and the last line of the call that a frame makes."""
     line = frame.f_lineno
-    if sys.version_info < (3, 11):
-        return line, line
     first, last, *_ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     return first or line, last or line
 

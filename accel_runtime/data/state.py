@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_runtime.backends.rng import RandomStates
 from accel_runtime.storage.schema import Count, FieldError, ValueRule

@@ -11,9 +11,9 @@ from datetime import timedelta
 from enum import Enum
 from numbers import Integral
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_runtime.environment.locations import StoreURL, is_url, normalize_location
 from accel_runtime.environment.settings import find_nearest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,13 +15,8 @@ from accel_runtime.environment.topology import Topology
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:  # on Python 3.10 it takes no brackets
-    _Adapter = logging.LoggerAdapter
 
-
-class MultiProcessAdapter(_Adapter):
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """Logger whose records start with `[RANK i]` and are written by the first process by default.
 
     Every method of a logger takes two more keywords: `main_process_only=False` writes on every process, `in_order=True`

@@ -22,7 +22,7 @@ from accel_runtime.storage.errors import AllGatherObjects, CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, FileEntry, Manifest, parse_number
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = [
     "Draft",

@@ -6,9 +6,9 @@ import functools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_runtime.foundation.logged_values import MAX_ELEMENTS, to_plain
 from accel_runtime.monitoring.logging import MultiProcessAdapter, find_topology

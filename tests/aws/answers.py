@@ -143,4 +143,4 @@ class Answers(SageMakerResponse):
 
 
 def _aware(when):
-    return when if when.tzinfo else when.replace(tzinfo=dt.timezone.utc)
+    return when if when.tzinfo else when.replace(tzinfo=dt.UTC)

@@ -381,7 +381,7 @@ def _failure(host):
 
 
 def _now():
-    return dt.datetime.now(dt.timezone.utc)
+    return dt.datetime.now(dt.UTC)
 
 
 def _tar(files):

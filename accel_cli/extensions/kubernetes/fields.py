@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from typing_extensions import Self
 
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.sections import ItemError, Question, match

@@ -159,7 +159,7 @@ class KubernetesJobs(Jobs):
         return job
 
     def _describe(self, job: Mapping[str, Any], pods: Collection[Any], seen: Collection[Any]) -> Job:
-        described = describe_job(job, pods, seen, self.container, dt.datetime.now(dt.timezone.utc))
+        described = describe_job(job, pods, seen, self.container, dt.datetime.now(dt.UTC))
         options = f"--prefix --tail=-1 -c {self.container} -l {self.label}={described.id}"
         return replace(described, log=f"{self.cluster.kubectl} logs {options}")
 
@@ -474,7 +474,7 @@ def _count_pods(spec: Mapping[str, Any]) -> int:
 
 
 def _parse_time(text: str) -> dt.datetime:
-    return dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return dt.datetime.fromisoformat(text)
 
 
 def _describe_state(conditions: Mapping[str, Any], pods: Collection[Any]) -> tuple[str, str]:

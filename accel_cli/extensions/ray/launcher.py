@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.console import is_secret, mask_secrets
 from accel_cli.errors import UsageError

@@ -185,7 +185,7 @@ def parse_job(details: Any, options: str = "") -> Job:
         finished=code is not None,
         exit_code=code if code is None or code >= 0 else 128 - code,
         reason=" ".join(reason.split()),
-        submitted=dt.datetime.fromtimestamp(start / 1000, dt.timezone.utc).isoformat() if start else "",
+        submitted=dt.datetime.fromtimestamp(start / 1000, dt.UTC).isoformat() if start else "",
         elapsed=str(dt.timedelta(seconds=int((end - start) / 1000))) if start else "",
         log=f"accel jobs logs {job_id}{options}",
         hosts=int((details.metadata or {}).get(_NODES, 1)),

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.errors import AccelError
 from accel_cli.extensions.sagemaker import images

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -94,7 +94,7 @@ class SageMakerJobs(Jobs):
     @override
     def list(self) -> list[Job]:
         """Return the newest 50 jobs of the last 90 days, of all users of the account."""
-        since = dt.datetime.now(dt.timezone.utc) - _LISTED_AGE
+        since = dt.datetime.now(dt.UTC) - _LISTED_AGE
         pages = self._account.client("sagemaker").get_paginator("list_training_jobs")
         with self._account.translate_errors("list the training jobs"):
             result = pages.paginate(
@@ -197,7 +197,7 @@ def _format_elapsed(description: Mapping[str, Any]) -> str:
     if seconds is None:
         # A job that ended before it trained has no end of training.
         ended = description["LastModifiedTime"] if description["TrainingJobStatus"] in _EXIT_CODES else None
-        end = description.get("TrainingEndTime") or ended or dt.datetime.now(dt.timezone.utc)
+        end = description.get("TrainingEndTime") or ended or dt.datetime.now(dt.UTC)
         start = description.get("TrainingStartTime") or description["CreationTime"]
         seconds = max(0, (end - start).total_seconds())
     minutes, rest = divmod(int(seconds), 60)
@@ -298,7 +298,7 @@ class _EventReader:
 
 def preview(plan: Plan, *, offline: bool) -> str:
     """Return what would be requested and sent; offline, the request as JSON, without a call to AWS."""
-    job, now = plan.job, datetime.now(timezone.utc)
+    job, now = plan.job, datetime.now(dt.UTC)
     assert isinstance(job, SageMakerJobPlan)
     account = Account(job.section.region, job.section.aws_profile)
     if offline:
@@ -337,7 +337,7 @@ def _submit(job: SageMakerJobPlan) -> Submission:
     account, section = Account(job.section.region, job.section.aws_profile), job.section
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         try:
-            submission = resolve_submission(account, job, datetime.now(timezone.utc))
+            submission = resolve_submission(account, job, datetime.now(dt.UTC))
             request = build_request(job, submission)
             check_request(request)
             _check_output(job, submission.name)

@@ -104,7 +104,7 @@ class SkyJobs(Jobs):
             exit_code=code,
             reason=reason,
             nodes=", ".join(filter(None, (place, kind, prices.get(name, "")))),
-            submitted=dt.datetime.fromtimestamp(cluster["launched_at"], dt.timezone.utc).isoformat(),
+            submitted=dt.datetime.fromtimestamp(cluster["launched_at"], dt.UTC).isoformat(),
             elapsed=str(dt.timedelta(seconds=max(0, int(end - start)))),
             log=f"sky logs {name} --tail 0",
             hosts=cluster.get("nodes", 1) if record else 0,

@@ -7,10 +7,10 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm.service import SlurmJobPlan, SlurmJobs, submit_job

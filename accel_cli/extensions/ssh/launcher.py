@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.ssh.hosts import Host, check_hosts, parse_host, read_hostfile

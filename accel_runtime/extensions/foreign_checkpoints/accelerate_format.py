@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def restore_accelerate_checkpoint(
             "Accelerate" if checkpoint.world_size or engines is None else "DeepSpeed",
             "; ".join(left_out),
         )
-    saved_at = datetime.fromtimestamp(path.stat().st_mtime, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    saved_at = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     world_size = checkpoint.world_size
     saved_items = dict.fromkeys(checkpoint.items)
     if engines is not None:

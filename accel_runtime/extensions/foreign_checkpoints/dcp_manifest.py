@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -427,7 +427,7 @@ class _DcpManifest(ManifestBuilder):
 
     def build(self, modified: float) -> Manifest:
         """Return the manifest."""
-        saved_at = datetime.fromtimestamp(modified, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        saved_at = datetime.fromtimestamp(modified, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         counts = {"step_counts": {"steps": self.steps}} if self.steps else {}
         values = self.values | counts
         step = max(self.steps, default=0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import (
@@ -85,7 +85,7 @@ class _EngineManifest(ManifestBuilder):
 
     def build(self, engine: SavedEngine, modified: float) -> Manifest:
         """Return the manifest."""
-        saved_at = datetime.fromtimestamp(modified, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        saved_at = datetime.fromtimestamp(modified, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         version = str(engine.common.get("ds_version") or "of an unknown version")
         return Manifest(
             "",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
-from typing_extensions import Self
 
 from accel_runtime.checkpoint.load import fit_manifest
 from accel_runtime.checkpoint.state_items import ModelItem, StateItem, tensor_name_of

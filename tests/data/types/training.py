@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.utils.data import DataLoader, TensorDataset
-from typing_extensions import assert_type
 
 from accel_runtime import Accelerator, PartialState, find_executable_batch_size, gather, skip_first_batches
 from accel_runtime.data_loader import DataLoaderShard

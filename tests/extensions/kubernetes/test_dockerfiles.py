@@ -37,7 +37,7 @@ def test_the_files_that_a_dockerfile_copies_are_enough_to_run_accel(name, tmp_pa
     (tmp_path / "x.py").touch()
     code = "import accel_cli, sys; print(accel_cli.__file__); sys.argv[0] = 'accel'; from accel_cli.__main__ import main; main()"
     done = subprocess.run(
-        [sys.executable, "-P" if sys.version_info >= (3, 11) else "-B", "-c", code, "launch", "--dry-run", "x.py"],
+        [sys.executable, "-P", "-c", code, "launch", "--dry-run", "x.py"],
         cwd=tmp_path, env={"PYTHONPATH": str(installed), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from accel_cli.extensions.kubernetes.cluster import KubernetesCluster
 from accel_cli.extensions.kubernetes.service import KubernetesJobs, PodLogs, TrainJobs, describe_job
 from accel_cli.launchers.job_service import Job, UnreachableError
 
-NOW = dt.datetime(2026, 1, 2, 3, 5, tzinfo=dt.timezone.utc)
+NOW = dt.datetime(2026, 1, 2, 3, 5, tzinfo=dt.UTC)
 EARLY, LATE = "2026-01-02T03:04:05Z", "2026-01-02T03:04:15Z"
 OURS = {"app.kubernetes.io/managed-by": "accel"}
 RUN = Job("run-x", "run-x", "Running", finished=False, hosts=2)

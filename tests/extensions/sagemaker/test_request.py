@@ -1,7 +1,7 @@
 """The request of a training job, validated by the service model of botocore."""
 
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import botocore.session
 import pytest
@@ -20,7 +20,7 @@ from accel_cli.extensions.sagemaker.request import (
     name_job,
 )
 
-NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=timezone.utc)
+NOW = datetime(2026, 11, 21, 22, 30, 15, 678_901, tzinfo=UTC)
 ROLE = "arn:aws:iam::123456789012:role/train"
 
 

@@ -1,7 +1,7 @@
 """Facts of a request that the profile omits: read from AWS or assumed offline; and early errors."""
 
 import json
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -15,7 +15,7 @@ from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.machine import Machine
 from accel_runtime.environment.settings import Settings
 
-NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=timezone.utc)
+NOW = datetime(2026, 11, 21, 22, 30, 1, 5000, tzinfo=UTC)
 READS = {
     "iam:GetRole", "iam:ListRoles", "s3:HeadBucket", "s3:GetBucketLocation", "sagemaker:DescribeTrainingJob",
     "sts:GetCallerIdentity",

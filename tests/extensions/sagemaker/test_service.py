@@ -6,7 +6,7 @@ import pytest
 
 from accel_cli.extensions.sagemaker.service import parse_job
 
-BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.timezone.utc)
+BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 
 
 def describe_job(**changes):

@@ -142,7 +142,7 @@ class Pod:
         process = self.process
         with process.stdout:
             for line in process.stdout:
-                now = dt.datetime.now(dt.timezone.utc)
+                now = dt.datetime.now(dt.UTC)
                 self.lines.append((now, f"{now:%Y-%m-%dT%H:%M:%S.%f}000Z ".encode() + line))
         code = process.wait()
         self.ended_at, self.code = stamp(), code if code >= 0 else 128 - code
@@ -424,7 +424,7 @@ class KubernetesServer:
         if is_previous and not pod.restarts:
             raise ApiError(400, "previous terminated container not found")
         since = dt.timedelta(seconds=int(query.get("sinceSeconds", 10**6)))
-        oldest = dt.datetime.now(dt.timezone.utc) - since
+        oldest = dt.datetime.now(dt.UTC) - since
         lines = pod.previous_lines if is_previous else pod.lines
         return b"".join(line for at, line in lines if at >= oldest)
 
@@ -561,4 +561,4 @@ class KubernetesServer:
 
 
 def stamp():
-    return f"{dt.datetime.now(dt.timezone.utc):%Y-%m-%dT%H:%M:%SZ}"
+    return f"{dt.datetime.now(dt.UTC):%Y-%m-%dT%H:%M:%SZ}"
