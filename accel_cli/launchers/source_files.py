@@ -416,7 +416,7 @@ def _list_files(source: Path, skipped: Sequence[GitIgnoreSpec]) -> _Listing:
         notes = [f"git cannot list the files of {source}: {error}. So {_ALL} are sent"]
     else:
         if listed and any(listed):
-            return _Listing(*listed, f"tracked by git, or new and not ignored: {_KINDS}", tuple(notes))
+            return _Listing(*listed, f"tracked by git, or {_KINDS} that it does not ignore", tuple(notes))
         if listed is not None:
             notes = [
                 f"git lists no files of {source}, perhaps since it ignores the folder. So {_ALL} are sent"

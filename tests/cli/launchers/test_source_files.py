@@ -318,7 +318,7 @@ def test_the_summary_lists_selected_and_omitted_files(tree, write, git):
     write(".gitignore", text="*.bin\n")
     git("init")
     assert list(source_files.describe_selection(select_files(tree, [], ["a.py"]))) == [
-        f"3 files of {tree}, 1.2 kB: tracked by git, or new and not ignored: source and configuration files",
+        f"3 files of {tree}, 1.2 kB: tracked by git, or source and configuration files that it does not ignore",
         "     1.2 kB  lib/large.py",
         "        6 B  .gitignore",
         "        2 B  train.py",
