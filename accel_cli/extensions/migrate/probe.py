@@ -1,6 +1,6 @@
 """Run a script and record its first optimizer steps, for `accel migrate --verify`.
 
-Run by its path, so that the script's own folder can be the first entry of `sys.path`. Usage: `torch_probe.py CONFIG SCRIPT [ARGS]...`, with
+Run by its path, so that the script's own folder can be the first entry of `sys.path`. Usage: `probe.py CONFIG SCRIPT [ARGS]...`, with
 a `RunConfig` as JSON. torch is used only once the script has imported it.
 """
 

@@ -23,7 +23,7 @@ from accel_runtime.environment.settings import PREFIX
 
 __all__ = ["RankResult", "RunResult", "Trial", "VerifyOptions", "VerifyRun", "run_trial"]
 
-_PROBE = Path(__file__).with_name("torch_probe.py")
+_PROBE = Path(__file__).with_name("probe.py")
 _POLL_S = 0.05
 _GRACE_S = 10.0
 """The time that the other processes get for their records after one has failed."""
