@@ -88,7 +88,7 @@ STYLES = Path(__file__).parent / "styles"
 def verify(folder, *args):
     """Run `accel migrate --verify train.py` in a folder; return the exit code, the rows of the table, and the messages."""
     done = run_accel("migrate", "--verify", "train.py", *args, cwd=folder)
-    return done.returncode, [line.split("\t") for line in done.stdout.splitlines()], done.stderr
+    return done.returncode, [line.split("\t") for line in done.stdout.splitlines()[1:]], done.stderr
 
 
 def has_ended(pid):
