@@ -634,7 +634,7 @@ MUTATIONS = (
     ),
     Mutation(
         "commit in an object store whose answer was lost",
-        "accel_runtime.extensions.object_stores.parts:ObjectDraft.commit",
+        "accel_runtime.extensions.object_stores.drafts:ObjectDraft.commit",
         replace_call("find_save", "None"),
         (
             "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
@@ -672,7 +672,7 @@ MUTATIONS = (
     ),
     Mutation(
         "first failure",
-        "accel_cli.runner.failures:find_first.get_order",
+        "accel_cli.runner.failures:find_root_failure.get_order",
         replace_name("time", "-it"),
         (
             "tests/cli/runner/test_failures.py::test_the_first_failure_is_the_earliest_of_those_nearest_to_the_root_cause",

@@ -1,6 +1,6 @@
 """The table of launchers.
 
-A new launcher is a module, and a line here or an entry point of its distribution.
+A new launcher is a module, and a line here or an entry point of its distribution; CONTRIBUTING.md lists its tests.
 """
 
 from __future__ import annotations

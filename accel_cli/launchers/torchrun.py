@@ -417,7 +417,10 @@ def _check_reachable(endpoint: str | None) -> str | None:
 
 
 class Torchrun(ElasticLauncher):
-    """Several processes, started and watched by the elastic agent of torch.distributed.run."""
+    """Several processes, started and watched by the elastic agent of torch.distributed.run.
+
+    `runner/agent.py` decides the exit code of a launch.
+    """
 
     title: ClassVar[str] = "Several processes (torchrun)"
 

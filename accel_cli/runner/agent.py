@@ -511,7 +511,7 @@ class ElasticAgent(LocalElasticAgent):
         assert self._pcontext
         workers = {worker.local_rank: worker for worker in self._worker_group.workers}
         pids = self._pcontext.pids()
-        first = failures.find_first(
+        first = failures.find_root_failure(
             self._read_failure(workers[local_rank], pids[local_rank], code)
             for local_rank, code in codes.items()
         )
@@ -522,7 +522,7 @@ class ElasticAgent(LocalElasticAgent):
                 console.note(f"rank {first.rank} has timed out:\n{hang}")
 
     def _build_restart_reason(self, result: RunResult) -> RestartReason:
-        first = failures.find_first(self._read_failures(result.failures))
+        first = failures.find_root_failure(self._read_failures(result.failures))
         if self._remaining_restarts:  # the last failure is recorded with its report
             self._record_failure(first)
         is_consequence = first.cause is not Cause.PRIMARY and not first.early_exits
@@ -619,7 +619,7 @@ class ElasticAgent(LocalElasticAgent):
         """Print the first failure on all nodes, and return its exit code."""
         context, group = self._run_context, self._worker_group
         local = self._read_failures(failed)
-        local_first = failures.find_first(local)
+        local_first = failures.find_root_failure(local)
         is_consequence = local_first.cause is not Cause.PRIMARY
         heartbeats: dict[str, object] = {}
         if self._nodes and is_consequence:
@@ -634,7 +634,7 @@ class ElasticAgent(LocalElasticAgent):
         if not is_consequence:
             # Before the exchange: other nodes may end this one meanwhile.
             write_reason(context.settings.failure_file, failures.format_reason(local_first))
-        first = self._exchange.find_first()
+        first = self._exchange.find_root_failure()
         if first is local_first:
             write_reason(context.settings.failure_file, failures.format_reason(first))
         self._record_failure(first)

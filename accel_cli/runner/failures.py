@@ -30,7 +30,7 @@ __all__ = [
     "FailureExchange",
     "Frame",
     "complete_log",
-    "find_first",
+    "find_root_failure",
     "format_cause",
     "format_one_line",
     "format_reason",
@@ -139,7 +139,7 @@ class Failure:
 
     @property
     def code(self) -> int:
-        """The exit code of the launcher for this failure: 128 + n for signal n."""
+        """The exit code of the launcher for this failure: 128 + n for signal n, and its own of a process that ended while it failed."""
         if self.chain and self.exitcode in {-signal.SIGTERM, -signal.SIGKILL}:
             # It had failed, and the launcher ended it while it was exiting.
             return self.exit if isinstance(self.exit, int) else 1
@@ -182,7 +182,7 @@ class Failure:
         return Cause.TIMED_OUT if any(map(_TIMED_OUT.search, texts)) else Cause.PRIMARY
 
 
-def find_first(failures: Iterable[Failure]) -> Failure:
+def find_root_failure(failures: Iterable[Failure]) -> Failure:
     """Return the failure that caused the others: the earliest of those nearest to the root cause.
 
     Of failures that are consequences, those come first whose error names the missing ranks.
@@ -553,12 +553,12 @@ class FailureExchange:
         # A thread, since calls block if the store is lost.
         self._thread = threading.Thread(target=self._run, args=(failure,), name="failures", daemon=True)
 
-    def find_first(self) -> Failure:
+    def find_root_failure(self) -> Failure:
         """Return the first failure on all nodes that answer in time."""
         if self._num_nodes > 1:
             self._thread.start()
             self._is_complete.wait(_WAIT_FOR_CAUSE_S)
-        return find_first(list(self._failures))
+        return find_root_failure(list(self._failures))
 
     def wait_until_read(self) -> None:
         """Wait until the other nodes have read the failure of this node, up to a limit."""

@@ -42,7 +42,8 @@ def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None
 
     The command began at `begin`, on the monotonic clock; without it, when this process imported accel.
 
-    Return 0, the exit code of the first process that failed, or 128 + n if signal n ended it or the launcher.
+    Return 0, the exit code of the failure nearest the root cause (`failures.find_root_failure`), or 128 + n if signal n ended that
+    process or the launcher.
     """
     check_open_files(plan.nproc_per_node)
     settings = plan.agent

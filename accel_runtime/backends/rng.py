@@ -85,7 +85,7 @@ def broadcast_rng_types(kinds: Iterable[str], backend: Backend) -> None:
 
 
 KINDS = ("torch", "python", "numpy")
-"""Global generators that samplers, datasets and transforms draw from."""
+"""Global generators that samplers, datasets and transforms draw from; their states are tensors in a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Save a checkpoint in three exchanges between the ranks.
+"""Save a checkpoint in three exchanges between the ranks, usually four.
 
-1. `SaveProposal`: rank 0 has begun the draft, and every rank sends digests of its state, from which all compute one plan.
+1. `SaveProposal`: the first rank that writes has begun the draft, and every rank sends digests of its state, from which all compute one plan.
 2. `WriteReport`: every rank has written its files, and sends their entries to rank 0.
 3. The outcome: rank 0 has committed the draft, or removed it, and sends why.
 
-There is one more exchange if the script has save hooks (`StateDigest` after them), if the state differs between ranks or nodes
+There is one more exchange if the script has save hooks (`StateDigest` after them), if tensors differ between ranks, as those of random states do, or nodes
 need not see the draft (`TensorHashes`), and if the state is copied for a save in the background. A step that fails on one rank
 raises the same error on all ranks at the end of its exchange. Before the first exchange, `Backend.wait_for_ranks` finds ranks that
 do not call `save_state` (collectives/stalls.py); the ranks that do may then save without them. docs/design/saving.md has the reasons and the sizes.

@@ -514,7 +514,7 @@ class ObjectGroup:
         return [] if self.rank else [deserialize_object(result.view(rank)) for rank in range(self.size)]
 
     def broadcast(self, item: Any) -> Any:
-        """Return the object of the first rank."""
+        """Return the object of the first rank, in an exchange in which the others send None."""
         return self.all_gather(None if self.rank else item)[0]
 
 

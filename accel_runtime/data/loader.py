@@ -73,7 +73,7 @@ class LoaderOptions:
     split_batches: bool = False
     """If true, the script's batch size is the global one, split among the ranks."""
     even_batches: bool = True
-    """If true, the last batch is padded, so that all ranks have equal shapes."""
+    """If true, the last batch is padded, so that all ranks have equal shapes; a presharded loader pads with static shapes only."""
     dispatch: bool = False
     """If true, the first rank reads for all and sends the other ranks their batches."""
     presharded: bool = False

@@ -65,7 +65,7 @@ class MapStyleSource(Source[MapStyleState]):
         loader: The script's loader.
         backend: Exchanges random states and orders between the ranks.
         sharding: The sharding of the batches.
-        seed: If given, shuffled orders are drawn from `seed + epoch` in every epoch.
+        seed: If given, torch's `RandomSampler` draws from `seed + epoch`; other samplers draw from the generators.
         all_ranks: Read the batches of all ranks, in rank order in every step, without communication.
     """
 

@@ -43,7 +43,7 @@ class PreshardedSource(Source[PreshardedState]):
         local: The source of this rank's batches, as on one process.
         loader: The script's loader of this rank.
         backend: Exchanges the number of samples of every step.
-        pad_last: If true, every rank pads its own last batch.
+        pad_last: If true, `local` pads its last batch, and the sizes of all steps are full ones.
     """
 
     state_type = PreshardedState

@@ -77,7 +77,7 @@ class BatchSharding:
 
     @property
     def pads_to_full_size(self) -> bool:
-        """Return whether the last batch is padded to the full size from the start of the epoch."""
+        """Return whether the last batch is padded to the full size, with samples from the start of the epoch."""
         return self.pad_last and (self.static_shapes or self.world_size > 1)
 
     def num_steps(self, count: int, stride: int) -> int:

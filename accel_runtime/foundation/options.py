@@ -378,7 +378,7 @@ class DataLoaderConfiguration(Configuration):
     """If True, the last global batch is padded with samples from the start of the epoch, so that shapes are equal; otherwise
     it is split evenly, and gradients are weighted by the number of samples."""
     use_seedable_sampler: bool = False
-    """If True, the order of an epoch depends on `data_seed` and the epoch number only."""
+    """If True, the order that torch's `RandomSampler` draws depends on `data_seed` and the epoch number only."""
     data_seed: int | None = None
     """The seed of that order; None means the initial seed of torch on the main process."""
     non_blocking: bool = False

@@ -263,7 +263,7 @@ class FullyShardStrategy(Strategy):
 
 
 class UnitGradients(GradientAccess):
-    """Gradients of `fully_shard`, whose units have those that are not combined yet."""
+    """Gradients of `fully_shard`, whose units have those that are not combined yet; the base unscales and clips."""
 
     @override
     def read_local(self, models: Sequence[nn.Module]) -> dict[nn.Parameter, torch.Tensor]:

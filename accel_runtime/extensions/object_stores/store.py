@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from accel_runtime.environment.text import parse_json
 from accel_runtime.extensions.object_stores.client import ConditionError, Level, ObjectClient
-from accel_runtime.extensions.object_stores.parts import (
+from accel_runtime.extensions.object_stores.drafts import (
     DRAFTS,
     HOOKS,
     PARTS,

@@ -53,7 +53,7 @@ def test_the_first_failure_is_the_earliest_of_those_nearest_to_the_root_cause():
         failure(5, 0.1, exitcode=-15, stopped=True),
     ]
     for pair_of_failures in itertools.combinations(in_order, 2):
-        assert failures.find_first(reversed(pair_of_failures)) is pair_of_failures[0]
+        assert failures.find_root_failure(reversed(pair_of_failures)) is pair_of_failures[0]
 
 
 @pytest.mark.parametrize(

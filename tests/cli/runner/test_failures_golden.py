@@ -9,7 +9,7 @@ from accel_cli.runner.failures import (
     ExceptionInfo,
     Failure,
     Frame,
-    find_first,
+    find_root_failure,
     format_one_line,
     format_reason,
     print_report,
@@ -69,7 +69,7 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_report_equals_its_golden_file(name, elsewhere, capfd):
     failures = FAILURES[name]
-    first = find_first(failures)
+    first = find_root_failure(failures)
     world_size = 4 if first.world_size is None else 0
     print_report(first, failures[1:] if elsewhere else failures, world_size=world_size, shown=False)
     out, err = capfd.readouterr()
