@@ -103,8 +103,8 @@ class EngineOptions(Protocol):
     def select(self, name: str) -> None:
         """Select the plugin of models that are prepared from now on; raise ValueError if there is none of this name."""
 
-    def read_plugin(self) -> bool:
-        """Read the selected plugin as it is now; return whether the configuration has changed."""
+    def read_plugin(self, configure: Callable[[EngineConfig], None]) -> None:
+        """Read the selected plugin as it is now; if the configuration has changed, pass it to a function that may refuse it."""
 
     @classmethod
     def build(
@@ -353,8 +353,8 @@ class RunOptions:
 
     def read_plugin(self, strategy: Strategy) -> None:
         """Read the options of sharding as they are now: scripts and libraries assign to the plugin until `prepare`."""
-        if self.engine is not None and self.engine.read_plugin():
-            strategy.configure(self.engine.config)
+        if self.engine is not None:
+            self.engine.read_plugin(strategy.configure)
         if self.fsdp_plugin is None or not self.settings.parallel.shards:
             return
         options = self.fsdp_plugin.fully_shard(self._initial.fully_shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -175,7 +175,7 @@ class TrainingSteps:
     ) -> torch.Tensor | None:
         """Run the forward pass of a prepared model, and the backward pass of its loss; return the loss."""
         original = uncompiled_module(model)
-        if not any(original is prepared for prepared in self._run.prepared.models):
+        if not any(original is uncompiled_module(prepared) for prepared in self._run.prepared.models):
             raise ValueError(
                 f"forward_backward() failed: the {type(model).__name__} is not prepared. Pass the model that prepare() returned."
             )
@@ -184,6 +184,9 @@ class TrainingSteps:
             dtype: torch.dtype, run: Callable[[ScaleLoss], torch.Tensor | None]
         ) -> torch.Tensor | None:
             loss: torch.Tensor | None = None
+            # No forward pass of the prepared model has recorded them yet.
+            by_name = isinstance(inputs, Mapping)
+            self._run.loops.model_inputs(model, () if by_name else (inputs,), inputs if by_name else {})
             loss_scale = self._run.loops.find_loss_scale() if self._is_distributed else 1.0
             if self._progress is not None:
                 self._progress.backwards += 1

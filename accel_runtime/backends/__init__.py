@@ -71,10 +71,11 @@ def connect(settings: Settings, topology: Topology, options: dict[str, Any] | No
     """
     check_layout(settings.parallel, settings.fully_shard, topology.world_size)
     if settings.spmd and settings.device not in DEVICES.names:
-        names = " or ".join(DEVICES.names) or "of another library than torch"
+        names = " or ".join(DEVICES.names)
+        cure = f"Set ACCEL_DEVICE={names}, as a launcher with spmd: true does, or unset" if names else "Unset"
         raise RuntimeError(
-            f"SPMD (ACCEL_SPMD=1) needs the device {names}, but the device is {settings.device}. Set ACCEL_DEVICE, as a launcher "
-            "with spmd: true does, or unset ACCEL_SPMD."
+            f"SPMD (ACCEL_SPMD=1) needs the device {names or 'of another library than torch'}, but the device is {settings.device}. "
+            f"{cure} ACCEL_SPMD."
         )
     if settings.device in DEVICES.names:
         return DEVICES[settings.device].connect(settings, topology, options or {})

@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["URL_SCHEMES", "StoreURL", "is_url", "join_location", "normalize_location", "split_url"]
+__all__ = [
+    "URL_SCHEMES",
+    "StoreURL",
+    "has_scheme",
+    "is_url",
+    "join_location",
+    "normalize_location",
+    "split_url",
+]
 
 URL_SCHEMES = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
 """Schemes of URLs, and the kind of service that each one is of: S3, Google Cloud Storage, Azure Blob Storage."""
@@ -53,6 +61,11 @@ def is_url(location: str | os.PathLike[str]) -> bool:
             f"{', '.join(f'{scheme}://' for scheme in URL_SCHEMES)}."
         )
     return False
+
+
+def has_scheme(location: str | os.PathLike[str]) -> bool:
+    """Return whether a location begins with the scheme of a URL, known or not."""
+    return bool(_OTHER_URL.match(os.fspath(location)))
 
 
 def normalize_location(location: str | os.PathLike[str]) -> str:

@@ -21,7 +21,7 @@ class TopologyError(ValueError):
 
 
 Role = Literal["data", "shard", "expert", "pipeline", "sequence", "tensor"]
-"""In which respect the ranks of a group differ: they have other replicas (`data`), other shards of the same parameters (`shard`),
+"""Property in which the ranks of a group differ: they have other replicas (`data`), other shards of the same parameters (`shard`),
 other experts (`expert`), other layers (`pipeline`), other parts of the same sequences (`sequence`), or other parts of the same
 layers (`tensor`)."""
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -114,8 +114,10 @@ class RankGrid:
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
         """First of the ranks with each data-parallel rank."""
-        data_ranks = self.data_ranks
-        return tuple(data_ranks.index(data_rank) for data_rank in range(max(data_ranks) + 1))
+        first: dict[int, int] = {}
+        for rank, data_rank in enumerate(self.data_ranks):
+            first.setdefault(data_rank, rank)
+        return tuple(first[data_rank] for data_rank in range(len(first)))
 
     def data_rank(self, rank: int) -> DataRank:
         """Return the data-parallel rank of a rank."""

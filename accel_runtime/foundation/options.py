@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from typing_extensions import override
 
-from accel_runtime.environment.locations import StoreURL, is_url, normalize_location
+from accel_runtime.environment.locations import StoreURL, has_scheme, is_url, normalize_location
 from accel_runtime.environment.settings import find_nearest
 from accel_runtime.foundation.keywords import check_keywords, list_keywords
 
@@ -208,7 +208,7 @@ class ProjectConfiguration(Configuration):
             raise ValueError(f"Invalid iteration {self.iteration}: expected at least 0.")
         if self.project_dir is not None:
             normalize_location(self.project_dir)
-        if self.logging_dir is not None and is_url(self.logging_dir):
+        if self.logging_dir is not None and has_scheme(self.logging_dir):
             raise ValueError(
                 f"Invalid logging_dir {os.fspath(self.logging_dir)!r}: trackers write files. Pass a local directory."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -18,7 +17,7 @@ __all__ = ["GroupFacts", "ProcessMesh", "build_mesh", "find_group"]
 
 def build_mesh(grid: RankGrid, device: str) -> DeviceMesh:
     """Return the device mesh of all roles with several ranks; collective at the first call for a grid."""
-    return _build_mesh(device, grid, [(role,) for role in grid.roles] or [("shard",)])
+    return _build_mesh(dist.group.WORLD, device, grid, tuple((role,) for role in grid.roles) or (("shard",),))
 
 
 def find_group(grid: RankGrid, device: str, role: Role) -> dist.ProcessGroup:
@@ -69,8 +68,8 @@ class ProcessMesh:
     def _parameters(self) -> DeviceMesh:
         """The mesh of `dimensions`; always has that of the shards, which `fully_shard` needs."""
         shards = self.dimensions[1]
-        used = [roles for roles in self.dimensions if roles == shards or self.grid.size(*roles) > 1]
-        return _build_mesh(self._device, self.grid, used)
+        used = tuple(roles for roles in self.dimensions if roles == shards or self.grid.size(*roles) > 1)
+        return _build_mesh(dist.group.WORLD, self._device, self.grid, used)
 
     @property
     def shard(self) -> DeviceMesh:
@@ -89,11 +88,14 @@ def _name_dimension(role: Role) -> str:
     return DIMENSION_NAMES.get(role, role)
 
 
-def _build_mesh(device: str, grid: RankGrid, dimensions: Sequence[tuple[Role, ...]]) -> DeviceMesh:
+@cache
+def _build_mesh(
+    world: object, device: str, grid: RankGrid, dimensions: tuple[tuple[Role, ...], ...]
+) -> DeviceMesh:
     """Return the mesh whose dimensions are roles of the grid, also combined; each is named by its first role."""
     names = tuple(_name_dimension(roles[0]) for roles in dimensions)
     ranks, sizes = grid.arrange(*dimensions)
-    return _create_mesh(dist.group.WORLD, device, names, ranks, sizes)
+    return _create_mesh(world, device, names, ranks, sizes)
 
 
 # Process groups are never destroyed, and each has threads, so a second Accelerator of the same layout uses those of the

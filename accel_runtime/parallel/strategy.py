@@ -111,10 +111,11 @@ class TrainingPass:
     backward: Callable[[torch.Tensor], None]
     """Runs the backward pass of the loss over all rows, for a strategy that leaves the rest to the run."""
     run_backward: Callable[[torch.dtype, Callable[[ScaleLoss], torch.Tensor | None]], torch.Tensor | None]
-    """Runs backward passes by a function of the strategy, for one that does not have the loss before them.
+    """Calls a function of the strategy that runs both passes, for a strategy that computes the loss within them.
 
-    The function is called once, between the preparation and the completion of gradients, on every rank. It multiplies each loss
-    by its argument before the backward pass, and returns what `forward_backward` does. The dtype is that of losses; equal on all ranks.
+    The function is called once, between the preparation and the completion of gradients, on every rank. Its argument scales a
+    loss, which it must do before the backward pass; it returns what `forward_backward` does. The dtype is that of losses, equal on
+    all ranks.
     """
 
     def call_model(self) -> Any:
@@ -196,7 +197,10 @@ class GradientAccess:
     def clip_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all ranks is at most `max_norm`, and return the norm before: `[]`."""
+        """Scale gradients so that their norm over all ranks is at most `max_norm`, and return the norm before: `[]`.
+
+        Called on all ranks that clip, also without a parameter.
+        """
         parameters = list(parameters)
         total: torch.Tensor = _gradient_functions(parameters).clip_grad_norm_(
             parameters, max_norm, norm_type=norm_type
@@ -217,7 +221,8 @@ class GradientAccess:
     def unscale(self, optimizer: torch.optim.Optimizer, unscale: Unscale) -> dict[torch.device, torch.Tensor]:
         """Unscale the gradients of an optimizer by torch's function; return by device whether there was an overflow.
 
-        That is the result of all ranks: sharded gradients are combined, and replicated ones were averaged before.
+        That is the result of all ranks that have gradients, and only they call it: sharded gradients are combined, and replicated
+        ones were averaged before.
         """
         return unscale_any(optimizer, unscale)
 
@@ -271,8 +276,8 @@ class Strategy:
             ValueError: It cannot be changed to this one after the Accelerator was made.
         """
         raise TypeError(
-            f"Cannot configure {type(self).__name__} by {type(configuration).__name__}: it belongs to another strategy. Leave it out, "
-            "or make another Accelerator with it, in another process."
+            f"Cannot configure {type(self).__name__} by {type(configuration).__name__}: the configuration belongs to another strategy. "
+            "Leave it out, or make another Accelerator with it in another process."
         )
 
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:

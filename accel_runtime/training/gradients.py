@@ -331,7 +331,7 @@ class Gradients:
         loss_scale: float,
         run: Callable[[ScaleLoss], None],
     ) -> None:
-        """Run backward passes by a function, which multiplies losses of `dtype` by the function that it is passed.
+        """Prepare the gradients, call `run` with a function that scales a loss of `dtype`, and complete the gradients.
 
         The other arguments and errors are those of `backward`.
         """
@@ -449,10 +449,9 @@ class Gradients:
         self._access.finish()
         kept = self._list_weighted()
         self._unscale(self._optimizers)
-        if tensors:
-            norm = self._access.clip_norm(tensors, max_norm, norm_type)
-        else:  # torch itself warns of an exhausted generator
-            norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        if not tensors:  # torch itself warns of an exhausted generator
+            nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        norm = self._access.clip_norm(tensors, max_norm, norm_type)
         self._keep_weights(kept)
         return norm
 

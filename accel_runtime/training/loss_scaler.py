@@ -57,7 +57,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def begin_backward(self) -> None:
         """Update the scale if it is due, and multiply unscaled gradients by it, since scaled ones are added to them."""
-        # Also on a rank without losses, whose gradients those of other ranks scale.
+        # A rank without losses gets gradients of losses that other ranks have scaled.
         if self.is_enabled() and self._scale is None:
             self.scale(torch.ones((), device=self._device))
         if any(state.is_examined for state in self._gradients.values()):

@@ -150,8 +150,8 @@ def test_quiet_leaves_the_table_and_the_output_of_the_ranks(trains):
 
 
 HINTS_SOON = """
-from accel_cli.runner import recorder
-recorder.SilenceHint.__init__.__kwdefaults__["seconds"] = 1.0
+from accel_cli.runner import output
+output.SilenceHint.__init__.__kwdefaults__["seconds"] = 1.0
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -526,8 +526,8 @@ class DeepSpeedOptions:
         for name, plugin in self.plugins.items():
             plugin._selected = name == self._selected  # noqa: SLF001 - of this module
 
-    def read_plugin(self) -> bool:
-        """Read the selected plugin as it is now; return whether the configuration has changed.
+    def read_plugin(self, configure: Callable[[DeepSpeedConfig], None]) -> None:
+        """Read the selected plugin as it is now; pass a changed configuration to the strategy, which may refuse it.
 
         Raises:
             SettingsError: Its options contradict each other.
@@ -541,11 +541,15 @@ class DeepSpeedOptions:
                     "before the Accelerator is made, or pass it to Accelerator()."
                 )
         is_changed = (config.values, config.leaf_modules) != (self.config.values, self.config.leaf_modules)
+        if is_changed:
+            configure(config)
         self.config = config
-        return is_changed
 
 
-_FIXED = ("gradient_accumulation_steps", "bf16.enabled", "fp16.enabled")
+_FIXED = (
+    "gradient_accumulation_steps", "bf16.enabled", "fp16.enabled", "fp16.loss_scale", "fp16.initial_scale_power",
+    "fp16.loss_scale_window", "fp16.min_loss_scale", "fp16.hysteresis", "fp16.consecutive_hysteresis",
+)  # fmt: skip
 """Values that the Accelerator reads once."""
 
 

@@ -43,8 +43,8 @@ class DDPWithClipping(DDPStrategy):
         config: DeepSpeedConfig = configuration
         if config.stage:
             raise ValueError(
-                f"ZeRO stage {config.stage} by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected "
-                "beside stage 0, with which the Accelerator was made. Make another Accelerator in another process, or use stage 0."
+                f"Cannot select ZeRO stage {config.stage} ({config.sources.get('zero_optimization.stage', 'the configuration')}): the "
+                "Accelerator uses stage 0. Make another Accelerator in another process, or use stage 0."
             )
         self._config = config
         self._max_norm = float(config.get("gradient_clipping", 0.0))

@@ -1,6 +1,7 @@
 """The strategy of ZeRO stages 1 to 3: models are trained by deepspeed's optimizers, which shard what the stage shards.
 
-Others are refused: deepspeed would stop in an assertion, or train something else in silence.
+Models and optimizers that deepspeed does not train are refused: it would stop in an assertion, or train other weights without
+an error.
 """
 
 from __future__ import annotations
@@ -253,8 +254,8 @@ class DeepSpeedStrategy(Strategy):
         config: DeepSpeedConfig = configuration
         if not config.stage:
             raise ValueError(
-                f"ZeRO stage 0 by {config.sources.get('zero_optimization.stage', 'the configuration')} cannot be selected beside stage "
-                f"{self._stage}, with which the Accelerator was made. Make another Accelerator in another process, or use stages 1 to 3."
+                f"Cannot select ZeRO stage 0 ({config.sources.get('zero_optimization.stage', 'the configuration')}): the Accelerator uses "
+                f"stage {self._stage}. Make another Accelerator in another process, or use stages 1 to 3."
             )
         self.config, self._stage = config, config.stage
         self._max_norm = float(config.get("gradient_clipping", 0.0))

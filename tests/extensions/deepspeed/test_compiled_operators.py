@@ -18,7 +18,7 @@ from accel_cli.errors import AccelError
 from accel_cli.extensions.deepspeed.build_operators import compile_operators
 from accel_cli.launchers.single import Single
 from accel_cli.planning.plan import Plan
-from accel_runtime.extensions.deepspeed import operators
+from accel_runtime.extensions.deepspeed import compiled_operators
 from accel_runtime.extensions.deepspeed.compiled_operators import (
     OperatorError,
     build_operators,
@@ -34,7 +34,7 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from accel_runtime.extensions.deepspeed import operators
+from accel_runtime.extensions.deepspeed import compiled_operators
 
 folder, go, outcome = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
@@ -50,12 +50,12 @@ def load(verbose):
     if outcome == "fail":
         raise RuntimeError("Error building extension 'cpu_adam'\\nx.cpp:3:1: error: broken\\nninja: build stopped")
 
-operators._NOTE_S = 0.1
-operators._require_tools = lambda: None
-operators._create_builder = lambda name: SimpleNamespace(name="cpu_adam", load=load, error_log="")
+compiled_operators._NOTE_S = 0.1
+compiled_operators._require_tools = lambda: None
+compiled_operators._create_builder = lambda name: SimpleNamespace(name="cpu_adam", load=load, error_log="")
 try:
-    operators.build_operators(["CPUAdamBuilder"], folder)
-except operators.OperatorError as error:
+    compiled_operators.build_operators(["CPUAdamBuilder"], folder)
+except compiled_operators.OperatorError as error:
     sys.exit(str(error))
 """
 
@@ -176,7 +176,7 @@ def test_a_missing_compiler_and_a_missing_ninja_are_named(tmp_path, monkeypatch)
     ],
 )
 def test_a_missing_and_an_old_deepspeed_are_named(monkeypatch, installed, message):
-    monkeypatch.setattr(operators, "_get_version", lambda _: installed)
+    monkeypatch.setattr(compiled_operators, "_get_version", lambda _: installed)
     with pytest.raises(OperatorError, match=message):
         check_installation()
 
@@ -198,13 +198,13 @@ MissingCUDA = type("MissingCUDAException", (Exception,), {})
 )
 def test_errors_of_deepspeed_get_their_cure(error, message):
     builder = SimpleNamespace(error_log="libaio is missing")
-    assert message in str(operators._explain("AsyncIOBuilder", builder, error))
+    assert message in str(compiled_operators._explain("AsyncIOBuilder", builder, error))
 
 
 @pytest.fixture
 def launched(tmp_path):
     """Return a plan of one process that uses DeepSpeed, which this environment does not have."""
-    if operators._get_version("deepspeed") != "none":
+    if compiled_operators._get_version("deepspeed") != "none":
         pytest.skip("deepspeed is installed")
     config = tmp_path / "ds.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 2}}))

@@ -31,6 +31,13 @@ def build(plugins, section=None, steps=1):
     return DeepSpeedOptions.build(plugins, section or DeepSpeed(), accumulation_steps=steps)
 
 
+def is_read_as_changed(options):
+    """Read the plugin, and return whether the strategy gets another configuration."""
+    configurations = []
+    options.read_plugin(configurations.append)
+    return configurations == [options.config]
+
+
 # A configuration -------------------------------------------------------------------------
 
 
@@ -159,14 +166,14 @@ def test_a_contradiction_names_both_places():
 
 def test_keys_that_a_script_assigns_are_read_at_prepare():
     options = build(DeepSpeedPlugin(hf_ds_config=CONFIG))
-    assert not options.read_plugin()
+    assert not is_read_as_changed(options)
     options.plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 8
-    assert options.read_plugin()
+    assert is_read_as_changed(options)
     assert options.config.get("train_micro_batch_size_per_gpu") == 8
     assert options.config.sources["train_micro_batch_size_per_gpu"] == "DeepSpeedPlugin.hf_ds_config"
     options.plugin.deepspeed_config["zero_optimization"]["stage"] = 1
     options.plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]["device"] = "none"
-    assert options.read_plugin()
+    assert is_read_as_changed(options)
     assert options.config.stage == 1
 
 
@@ -182,7 +189,7 @@ def test_the_source_of_a_value_is_the_same_at_every_read():
         "gradient_clipping": "DeepSpeedPlugin.gradient_clipping",
         "gradient_accumulation_steps": "gradient_accumulation_steps",
     }
-    options.read_plugin()
+    options.read_plugin(lambda _: None)
     assert options.config.sources == before
 
 
@@ -194,7 +201,7 @@ def test_what_the_accelerator_reads_once_cannot_be_assigned_later(path, value):
         section = options.plugin.deepspeed_config.setdefault(path.partition(".")[0], {})
     section[key] = value
     with pytest.raises(ValueError, match=rf"{path} is {value} .*before the Accelerator is made"):
-        options.read_plugin()
+        options.read_plugin(lambda _: None)
 
 
 def test_values_that_are_auto_are_filled_in_and_others_compared():
@@ -249,7 +256,7 @@ def test_the_selected_one_of_several_plugins_is_read():
     assert (student.selected, teacher.selected) == (False, True)
     assert options.plugin is teacher
     assert teacher.zero_stage == 3
-    assert options.read_plugin()
+    assert is_read_as_changed(options)
     assert options.config.stage == 3
     with pytest.raises(ValueError, match=r"'other': expected one of student, teacher"):
         options.select("other")
@@ -273,8 +280,21 @@ def test_replicas_follow_the_selected_plugin_of_stage_0_and_refuse_others():
     optimizer.step()
     torch.testing.assert_close(model.weight, before - 0.5)
     accelerator.state.select_deepspeed_plugin("sharded")
-    with pytest.raises(ValueError, match=r"ZeRO stage 2 by .* beside stage 0"):
-        accelerator.prepare(nn.Linear(1, 1))
+    for _ in range(2):  # a refused configuration is not kept
+        with pytest.raises(
+            ValueError, match=r"Cannot select ZeRO stage 2 \(.*\): the Accelerator uses stage 0"
+        ):
+            accelerator.prepare(nn.Linear(1, 1))
+
+
+def test_options_of_the_fp16_scale_are_those_that_the_accelerator_was_made_with():
+    def build(power):
+        return DeepSpeedPlugin(hf_ds_config={"fp16": {"enabled": True, "initial_scale_power": power}})
+
+    options = DeepSpeedOptions.build({"first": build(8), "other": build(4)}, DeepSpeed())
+    options.select("other")
+    with pytest.raises(ValueError, match=r"fp16\.initial_scale_power is 4 .* was made with 8"):
+        options.read_plugin(lambda _: None)
 
 
 def test_classes_of_experts_need_stage_3():

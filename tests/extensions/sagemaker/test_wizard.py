@@ -125,7 +125,7 @@ def test_missing_permission_to_list_roles_is_reported(aws):
 
 def test_the_first_questions_do_not_import_the_sdk(config):
     code = (
-        "import sys; from accel_cli.extensions.sagemaker import section as wizard; wizard._offer_profiles(None, {}); "
+        "import sys; from accel_cli.extensions.sagemaker import fields as wizard; wizard._offer_profiles(None, {}); "
         "wizard._offer_regions(None, {}); wizard._find_type_error('ml.g5.xlarge'); "
         "print('botocore' in sys.modules, 'sagemaker.core' in sys.modules)"
     )

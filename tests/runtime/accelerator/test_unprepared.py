@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.log_messages import collect_messages
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_runtime import Accelerator
@@ -95,3 +96,12 @@ def test_a_stream_of_batches_is_prepared_as_the_warning_says(several):
         assert [number for batch in batches for number in batch] == whole
     for batches in several.run(lambda: read("sharded")):
         assert batches == [[0.0, 1.0] * several.size, [2.0, 3.0] * several.size]
+
+
+def test_forward_backward_takes_a_model_that_was_compiled_before_it_was_prepared():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.compile(nn.Linear(2, 1), backend="eager"))
+    rows = torch.ones(3, 2)
+    loss = accelerator.forward_backward(model, rows, torch.zeros(3, 1), nn.functional.mse_loss)
+    torch.testing.assert_close(loss, model(rows).square().mean().detach())
+    assert all(parameter.grad is not None for parameter in model.parameters())

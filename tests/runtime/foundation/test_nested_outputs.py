@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs, ParallelismConfig, TorchDynamoPlugin
 from accel_runtime.foundation import nested
-from accel_runtime.parallel import replicated as ddp
+from accel_runtime.parallel import ddp
 from accel_runtime.training import precision as forward
 
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration
 from accel_runtime.checkpoint import save as save_module
-from accel_runtime.extensions.object_stores import parts as objects_parts
+from accel_runtime.extensions.object_stores import drafts as objects_drafts
 from accel_runtime.extensions.object_stores import store as objects_store
 from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage import file_store
@@ -594,7 +594,7 @@ def test_a_save_waits_for_as_many_round_trips_whatever_the_number_of_checkpoints
     memory, monkeypatch
 ):
     bucket = CountingBucket(memory)
-    for module in (store_module, objects_store, objects_parts, save_module):
+    for module in (store_module, objects_store, objects_drafts, save_module):
         monkeypatch.setattr(module, "parallel_map", bucket.call_in_parallel)
     numbered, named = Run(Path("/runs/1"), total_limit=4), Run(Path("/runs/2"), automatic=False)
     depths = []
