@@ -42,12 +42,9 @@ NEEDS_A_PACKAGE = {
     **{
         f"accel_runtime.extensions.deepspeed.{module} ": "deepspeed"
         for module in (
-            "checks",
-            "configured",
+            "configured_optimizers",
             "engine",
-            "initialization",
             "library",
-            "loss_scale",
             "modules",
             "state_view",
             "strategy",
