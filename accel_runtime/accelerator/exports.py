@@ -25,7 +25,6 @@ from accel_runtime.export.save_model import (
 )
 from accel_runtime.foundation import module_names
 from accel_runtime.parallel.dtensor import gather_state_dict, reshard_models
-from accel_runtime.parallel.strategy import StateView
 from accel_runtime.storage.errors import errors_on_all_ranks
 from accel_runtime.storage.file_system import parse_size
 from accel_runtime.training.compile import unwrap
@@ -66,7 +65,7 @@ class Exports:
         if self._run.strategy.is_sharded(module):
             # The gathering itself is torch's, which compares nothing.
             self._run.backend.handshake.exchange(call_at_site("get_state_dict", anywhere=True))
-            view = self._open_whole(module, "get_state_dict").models[0]
+            view = self._run.strategy.open_full_state(module, "get_state_dict").models[0]
             return gather_state_dict(view, keep=everywhere or self._run.backend.topology.rank == 0)
         if unwrap:
             return module_names.state_dict(module)
@@ -74,16 +73,6 @@ class Exports:
             return DistributedDataParallel.state_dict(module)
         state: dict[str, Any] = module.state_dict()
         return state
-
-    def _open_whole(self, module: nn.Module, operation: str) -> StateView:
-        """Return the state of a sharded model; raise ValueError if ranks hold different parameters of it."""
-        view = self._run.strategy.open_state([module], [])
-        if view.holders:
-            raise ValueError(
-                f"{operation} failed: the ranks hold different parameters of {type(module).__name__}. Save and load its weights with "
-                "save_state() and load_state(), and write one file of a checkpoint by accel checkpoint export."
-            )
-        return view
 
     def gathered(self, model: _Model) -> AbstractContextManager[_Model]:
         """Gather the parameters of a sharded model on every process inside the context; collective."""
@@ -115,7 +104,7 @@ class Exports:
         tied = _tied_names(module)
         is_sharded = self._run.strategy.is_sharded(module)
         if is_sharded and absence is None:
-            state = self._open_whole(module, "save_model").models[0]
+            state = self._run.strategy.open_full_state(module, "save_model").models[0]
             export_sharded_model(state, location, limit, self._run.backend, tied=tied, each_machine=each)
             return
 
@@ -150,7 +139,7 @@ class Exports:
                 self._run.backend.topology.world_size,
                 self._run.meta_models,
             )
-            view = self._open_whole(module, "load_model")
+            view = self._run.strategy.open_full_state(module, "load_model")
             loader.load(view.models[0], directory)
             view.write_back()
             return

@@ -139,7 +139,7 @@ class LoadOperation:
         """Return this node's part of a checkpoint, under the key that this rank passes; all ranks read the same save.
 
         Raises:
-            PartError: A rank cannot open its part, or the part is of another save.
+            NodePartError: A rank cannot open its part, or the part is of another save.
             DamageError: A part is damaged, which is found here with `verify`.
         """
         self._is_on_nodes = True
@@ -405,7 +405,7 @@ class StateReader:
             else copies
         )
         self.moved = self._manifest.world_size != world_size or saved_copies != copies
-        """Whether another world size or another number of model-parallel ranks saved the checkpoint."""
+        """True if another world size or another number of model-parallel ranks saved the checkpoint."""
         self._ranks: dict[str, int] = {}
         self._targets: dict[str, torch.Tensor] | None = None
         self._live: set[str] = set()

@@ -95,7 +95,7 @@ class SaveTarget:
     directory: str | None = None
     """Directory that the script passed on this rank; must be equal on all ranks."""
     numbered: bool = False
-    """Whether further keys are tried if one is taken."""
+    """True if further keys are tried if one is taken."""
     save: str = ""
     """Unique name of the save; empty if one rank begins it and gives it a name."""
 
@@ -173,7 +173,7 @@ class SavePlan:
     differing_values: frozenset[str]
     """Items whose JSON differs between ranks."""
     joined_values: frozenset[str]
-    """Those of them that the checkpoint has as one: ranks have different parts."""
+    """Items among `differing_values` that the checkpoint has as one: ranks have different parts."""
 
 
 class SaveOperation:
@@ -183,12 +183,12 @@ class SaveOperation:
         group: Exchanges objects between the ranks.
         store: The store of the checkpoint.
         run: Identity of the run, for the manifest.
-        shared: Whether all nodes must see the draft. If not, ranks of nodes that do not see it write nothing: replicated
+        shared: All nodes must see the draft. If False, ranks of nodes that do not see it write nothing: replicated
             values are written by the other ranks, rank-specific values are sent to rank 0.
         replicas: Compares the weights of replicas; None compares nothing.
         to_host: Makes the state of an item ready for files.
-        ranks: The ranks that write this checkpoint, of which the first commits; None means all. Those of a node write what they
-            have, and `NodeSaves.operation` ends the save.
+        ranks: The ranks that write this checkpoint, of which the first commits; None means all. The ranks of a node write what
+            they have, and `NodeSaves.operation` ends the save.
     """
 
     _max_small = _SMALL
@@ -313,7 +313,7 @@ class SaveOperation:
         def find_differing(read: Callable[[ItemDigest], str]) -> frozenset[str]:
             return frozenset(n for n in own if len({read(digest.items[n]) for digest in digests}) > 1)
 
-        items = find_differing(lambda item: item.tensors)
+        items, values = find_differing(lambda item: item.tensors), find_differing(lambda item: item.values)
         weights = {digest.weights for digest in digests}
         is_drifted = len(weights) > 1 and None not in weights
         holders = self._ranks
@@ -322,14 +322,15 @@ class SaveOperation:
         if self._group.size > 1 and (items or is_drifted or not self._shared):
             names = self._state.list_tensors(items)
             has_layouts = bool(find_differing(lambda item: item.layout))
-            details = self._exchange_details(names, send_parts=has_layouts, send_weights=is_drifted)
+            joined = values & self._state.partial.keys()
+            details = self._exchange_details(names, joined, send_parts=has_layouts, send_weights=is_drifted)
             holders = tuple(rank for rank in self._ranks if details[rank].sees_draft)
             with self._abort_on_error():
                 parts = self._state.list_parts(names)
                 held = find_held(parts, details, self._state.partial)
                 differing = find_rank_specific(parts, details, held)
                 self._check_held(held, holders)
-        return self._build_plan(digests, find_differing(lambda item: item.values), holders, differing, held)
+        return self._build_plan(digests, values, holders, differing, held)
 
     def _check_held(self, held: Mapping[str, HeldTensor], writers: Sequence[int]) -> None:
         """Raise `CheckpointError` if no holder of a tensor writes into this checkpoint."""
@@ -340,16 +341,21 @@ class SaveOperation:
         for name, tensor in held.items():
             if not set(tensor.ranks) & set(writers):
                 raise CheckpointError(
-                    f"Cannot save {name}: only ranks hold it whose nodes do not see the checkpoint's directory "
-                    f"({', '.join(map(str, tensor.ranks))}). Use a directory that all nodes share."
+                    f"Cannot save {name}: its ranks ({', '.join(map(str, tensor.ranks))}) are on nodes without access to the "
+                    "checkpoint's directory. Use a directory that all nodes share."
                 )
 
     def _exchange_details(
-        self, names: Sequence[str], *, send_parts: bool, send_weights: bool
+        self, names: Sequence[str], joined: Collection[str], *, send_parts: bool, send_weights: bool
     ) -> Sequence[TensorHashes]:
-        """Exchange the hashes of tensors of items that differ, and compare the weights if they do."""
+        """Exchange the hashes of tensors of items that differ, and compare the weights if they do.
+
+        The items that rank 0 joins from the parts of all ranks are checked before a file is written.
+        """
         state = self._state
         with self._step() as step:
+            for name in sorted(joined):
+                state.partial[name].check_part(state.values[name])
             draft = self._attach()
             sharded = next((name for name, tensor in state.tensors.items() if is_sharded(tensor)), None)
             if sharded and not draft.is_shared:
@@ -358,7 +364,7 @@ class SaveOperation:
                     "shared_files off only replicated models can be saved; use a directory that all nodes share."
                 )
             hashes = tuple(state.hashes[name] for name in names)
-            parts = state.list_parts(names) if send_parts else ()
+            parts = state.list_parts(names) if send_parts else None
             weights = state.weights.text if send_weights and state.weights else ""
             step.share(TensorHashes(draft.is_shared, hashes, parts, weights))
         if send_weights and self._replicas is not None and state.weights is not None:
@@ -391,8 +397,8 @@ class SaveOperation:
             if not tensor.is_sharded:
                 writers = tuple(number for number in tensor.ranks if number in holders)
                 by_holders.setdefault(writers, []).append(tensor.part)
-        for writers, whole in by_holders.items():
-            sets.append(FileSet.from_files(writers, split_replicated_parts(whole, len(writers))))
+        for writers, full in by_holders.items():
+            sets.append(FileSet.from_files(writers, split_replicated_parts(full, len(writers))))
         of_ranks, small = [], list[TensorShard]()
         for number, parts in rank_specific.items():
             named = [replace(part, name=rank_tensor_name(part.name, number)) for part in parts]
@@ -423,7 +429,8 @@ class SaveOperation:
             file_names,
             (*common, *held, *(part.name for part in of_ranks)),
             sum(tensors[name].nbytes for name in common)
-            + sum(part.bytes for part in (*of_ranks, *(tensor.part for tensor in held.values()))),
+            + sum(part.bytes for part in of_ranks)
+            + sum(tensor.part.full_bytes for tensor in held.values()),
             differing_values,
             differing_values & self._state.partial.keys(),
         )

@@ -82,6 +82,12 @@ class TensorShard:
         """Return whether this is the full tensor."""
         return self.sizes == self.shape
 
+    @property
+    def full_bytes(self) -> int:
+        """Size of the full tensor."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
 
 @dataclass(frozen=True)
 class PlannedFile:
@@ -283,11 +289,11 @@ class TensorHashes:
     """Tensors of the items that differ between ranks, sent in a further exchange if there are any."""
 
     sees_draft: bool
-    """Whether this node sees the draft, so that this rank can write into it."""
+    """True if this node sees the draft, so that this rank can write into it."""
     hashes: tuple[int | None, ...]
     """Hash of each tensor, in the order of the names; None for shards."""
-    parts: tuple[TensorShard, ...]
-    """The tensors, if not all ranks have the same ones; else empty."""
+    parts: tuple[TensorShard, ...] | None
+    """The tensors, possibly none; None if all ranks have the same ones."""
     weights: str
     """Hashes of all weights, if their digests differ; else empty."""
 
@@ -316,7 +322,7 @@ class HeldTensor:
     ranks: tuple[int, ...]
     """These ranks."""
     is_sharded: bool
-    """Whether each of them has a shard, and writes it."""
+    """True if each of them has a shard, and writes it."""
 
 
 def find_held(
@@ -325,7 +331,7 @@ def find_held(
     """Return the tensors of partial items that not all ranks have, by name."""
     found: dict[str, list[tuple[int, TensorShard, int | None]]] = {}
     for rank, each in enumerate(details):
-        for part, value in zip(each.parts or own, each.hashes, strict=True):
+        for part, value in _pair_hashes(own, each):
             if item_of_tensor(part.name) in items:
                 found.setdefault(part.name, []).append((rank, part, value))
     held = {}
@@ -337,20 +343,24 @@ def find_held(
         if len(hashes) > 1:
             raise CheckpointError(
                 f"Cannot save {name}: ranks {', '.join(map(str, ranks))} hold it with different values. Make them equal, or "
-                "register what differs between ranks as an object of its own."
+                "register values that differ as separate objects."
             )
         held[name] = HeldTensor(holders[0][1], ranks, None in hashes)
     return held
+
+
+def _pair_hashes(
+    own: Sequence[TensorShard], details: TensorHashes
+) -> Iterator[tuple[TensorShard, int | None]]:
+    """Return the tensors of a rank with their hashes; `own` are those of this rank."""
+    return zip(own if details.parts is None else details.parts, details.hashes, strict=True)
 
 
 def find_rank_specific(
     own: Sequence[TensorShard], details: Sequence[TensorHashes], held: Collection[str]
 ) -> dict[int, list[TensorShard]]:
     """Return the tensors of each rank that differ between ranks, or that some ranks do not have, without those of `find_held`."""
-    ranks = [
-        {part.name: (part, value) for part, value in zip(each.parts or own, each.hashes, strict=True)}
-        for each in details
-    ]
+    ranks = [{part.name: (part, value) for part, value in _pair_hashes(own, each)} for each in details]
     first = ranks[0]
     differing = {
         name

@@ -41,13 +41,13 @@ class StateItem(ABC):
     """A part of the training state, with its name in checkpoints."""
 
     moved = False
-    """Whether another number of processes saved the state that is restored."""
+    """True if another number of processes saved the state that is restored."""
     is_optional = True
-    """Whether a checkpoint of another program may be without it."""
+    """True if a checkpoint of another program may be without it."""
     is_partial = False
-    """Whether each rank has a part of the state, and a checkpoint has all parts as one: ranks hold different parameters."""
+    """True if each rank has a part of the state, and a checkpoint has all parts as one: ranks hold different parameters."""
     merge_needs_all_ranks = False
-    """Whether `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
+    """True if `merge_ranks` needs the states of all ranks; else the first is used if they differ."""
     schema: ClassVar[Any] = Any
     """Type of the state, for `read_value`; `Any` if an object of the script defines it."""
 
@@ -81,6 +81,9 @@ class StateItem(ABC):
 
     def reset(self) -> None:  # noqa: B027 - what others do
         """Return to a state that fits any other items, if a checkpoint of another program does not have this one."""
+
+    def check_part(self, encoded: Any) -> None:  # noqa: B027 - what others check
+        """Raise `CheckpointError` if the serialized state of this rank, which differs from those of others, cannot be joined."""
 
     def join_parts(self, parts: Sequence[Any]) -> Any:
         """Return the serialized state of all ranks, given that of each, if this `is_partial`."""
@@ -292,6 +295,10 @@ class ModelItem(StateItem):
         return extra or any(storage_key(tensor) not in storages for tensor in tensors)
 
 
+_BY_PARAMETER = ("params", "param_names")
+"""Keys of a group of parameters with a value for each parameter; the first has the keys of the others."""
+
+
 @dataclass(frozen=True)
 class _Group:
     params: list[str]
@@ -356,28 +363,58 @@ class OptimizerItem(StateItem):
         }
 
     @override
+    def check_part(self, encoded: Any) -> None:
+        # The names of these are their positions in the groups of a rank.
+        if unowned := [*encoded.get("parameters", {})]:
+            raise CheckpointError(
+                f"Cannot save {self.name}: {format_names(unowned)} {'is' if len(unowned) == 1 else 'are'} in no prepared model, "
+                "and the ranks hold different parameters, so that no common name exists. Prepare a module that contains "
+                f"{'it' if len(unowned) == 1 else 'them'}."
+            )
+
+    @override
     def join_parts(self, parts: Sequence[Any]) -> Any:
-        groups = []
-        for index, group in enumerate(parts[0]["groups"]):
-            of_ranks = [part["groups"][index : index + 1] for part in parts]
-            options = [{**each, "params": []} for found in of_ranks for each in found]
-            if len(options) < len(parts) or any(each != options[0] for each in options):
-                raise CheckpointError(
-                    f"Cannot save {self.name}: group {index} has different options on the ranks. Use the same on every rank."
-                )
-            names = dict.fromkeys(name for found in of_ranks for each in found for name in each["params"])
-            groups.append({**group, "params": list(names)})
+        for part in parts:
+            self.check_part(part)
+        sizes = [len(part["groups"]) for part in parts]
+        if len(set(sizes)) > 1:
+            raise CheckpointError(
+                f"Cannot save {self.name}: the ranks have different numbers of parameter groups "
+                f"({', '.join(map(str, sizes))}). Use as many groups on every rank, with an empty list where a rank has no "
+                "parameters of a group."
+            )
+        of_ranks = zip(*(part["groups"] for part in parts), strict=True)
+        groups = [self._join_groups(index, group) for index, group in enumerate(of_ranks)]
         return {
             key: groups if key == "groups" else _join_dicts([part.get(key, {}) for part in parts], self.name)
             for key in dict.fromkeys(key for part in parts for key in part)
+        }
+
+    def _join_groups(self, index: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a group with the parameters of all ranks, given that of each rank."""
+        # Lists with a value for each parameter differ with the parameters; everything else must be equal.
+        empty: list[dict[str, Any]] = [{key: [] for key in _BY_PARAMETER if key in group} for group in groups]
+        options = [{**group, **lists} for group, lists in zip(groups, empty, strict=True)]
+        if any(each != options[0] for each in options):
+            raise CheckpointError(
+                f"Cannot save {self.name}: group {index} has different options on the ranks. Use the same on every rank."
+            )
+        values: dict[str, tuple[Any, ...]] = {}
+        for group in groups:
+            for each in zip(*(group[key] for key in empty[0]), strict=True):
+                values.setdefault(each[0], each)
+        return options[0] | {
+            key: [each[number] for each in values.values()] for number, key in enumerate(empty[0])
         }
 
     @override
     def select_part(self, encoded: Any) -> Any:
         if "groups" not in encoded:
             return encoded
+        # An optimizer keeps the `param_names` that it was built with; one without them must not get those of other ranks.
         groups = [
-            {**group, "params": [name for name in group["params"] if name not in self._elsewhere]}
+            {key: value for key, value in group.items() if key != "param_names"}
+            | {"params": [name for name in group["params"] if name not in self._elsewhere]}
             for group in encoded["groups"]
         ]
         state = {name: value for name, value in encoded["state"].items() if name not in self._elsewhere}
@@ -447,7 +484,7 @@ class OptimizerItem(StateItem):
         """Return a sentence if the options are those of another class; a version of torch may have added some, or removed some."""
         missing = [key for key in self._optimizer.defaults if key not in options]
         unexpected = sorted(options - _list_options(self._optimizer.param_groups) - {"param_names"})
-        if not options - {"params", "param_names"} or not missing or not unexpected:
+        if not options - {*_BY_PARAMETER} or not missing or not unexpected:
             return ""
         return (
             f"{self.name}: the checkpoint has the options {format_names(unexpected)}, and the {self.class_name} here "

@@ -155,7 +155,7 @@ class TrainingState:
                 self.accumulation,
                 self.gradients,
                 self.backend.data_rank.model_parallel_size,
-                is_held_apart=bool(self.view.holders),
+                has_different_parameters=bool(self.view.holders),
             ),
             StepCountItem(self.optimizers),
         ]
@@ -224,8 +224,8 @@ class AccumulationState:
     """Parameters of sharded models whose gradients are averaged over the ranks."""
     unreduced: Mapping[str, Gradient] = field(default_factory=dict)
     """Gradients that sharded models have not reduced yet, by parameter."""
-    is_held_apart: bool = False
-    """Whether ranks hold different parameters."""
+    has_different_parameters: bool = False
+    """True if ranks hold different parameters."""
 
 
 class AccumulationItem(RecordItem[AccumulationState]):
@@ -240,17 +240,17 @@ class AccumulationItem(RecordItem[AccumulationState]):
         gradients: Gradients,
         model_parallel_size: int,
         *,
-        is_held_apart: bool = False,
+        has_different_parameters: bool = False,
     ) -> None:
         super().__init__("accumulation")
-        self._is_held_apart = is_held_apart
+        self._has_different_parameters = has_different_parameters
         self._accumulation, self._gradients = accumulation, gradients
         self._model_parallel_size = model_parallel_size
 
     @override
     def capture(self) -> AccumulationState:
         state = capture_accumulation(self._accumulation, self._gradients, self._model_parallel_size)
-        return replace(state, is_held_apart=True) if self._is_held_apart else state
+        return replace(state, has_different_parameters=True) if self._has_different_parameters else state
 
     @override
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
@@ -435,7 +435,7 @@ def merge_accumulation(
     ranks keeps every weight once; weights that are not divided by yet are distributed, so that their sum over
     the ranks stays the same.
     """
-    if any(state.is_held_apart and (state.gradients or state.unreduced) for state in states):
+    if any(state.has_different_parameters and (state.gradients or state.unreduced) for state in states):
         raise CheckpointError(
             "accumulation: the checkpoint was saved within an accumulation cycle by ranks that hold different parameters. Use as many "
             "ranks as before the save, or save at the end of a cycle."

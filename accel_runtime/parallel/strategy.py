@@ -482,12 +482,24 @@ class Strategy:
         """Return the state of prepared models and optimizers of the script; collective."""
         return StateView([self.unwrap_model(model) for model in models], optimizers)
 
+    def open_full_state(self, model: nn.Module, operation: str) -> StateView:
+        """Return the state of a prepared model for a call; raise ValueError if ranks hold different parameters of it; collective."""
+        view = self.open_state([model], [])
+        if view.holders:
+            raise ValueError(
+                f"{operation} failed: the ranks hold different parameters of {type(model).__name__}. Save and load its weights "
+                "with save_state() and load_state(), and export the checkpoint with `accel checkpoint export`."
+            )
+        return view
+
     def gathered(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     ) -> AbstractContextManager[nn.Module]:
         """Return a context in which the parameters of a prepared model are full; collective. Optimizers must not step inside."""
         from accel_runtime.parallel.dtensor import gather_parameters  # noqa: PLC0415 - imports this package's other modules
 
+        # Here, since an engine that gathers by itself has no such parameters, and a copy of its state is large.
+        self.open_full_state(model, "gathered")
         return gather_parameters(self.unwrap_model(model), optimizers)
 
     def capture_replica_state(self, model: nn.Module) -> dict[str, Any]:  # noqa: ARG002 - DDP has some

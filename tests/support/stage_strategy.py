@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 from accel_runtime.parallel.strategy import StateView, Strategy
 
 
@@ -31,7 +33,9 @@ class StageStrategy(Strategy):
     def prepare_optimizer(self, optimizer):
         """Remove the parameters of other ranks."""
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if p not in self._removed]
+            kept = [p not in self._removed for p in group["params"]]
+            for key in group.keys() & {"params", "param_names"}:
+                group[key] = [*compress(group[key], kept)]
 
     def is_sharded(self, model):  # noqa: ARG002 - all models are
         """Return that each rank has some layers only."""
