@@ -496,6 +496,7 @@ UNTYPED = {
         "match_tensors",
         "_find_moved_parameters",
         "_build_groups",
+        "_join_groups",
         "_keep_dtypes",
     },
     "checkpoint/training_state.py": {"states", "items"},
