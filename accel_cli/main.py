@@ -13,7 +13,13 @@ from typing import Annotated
 import typer
 
 from accel_cli import console
-from accel_cli.commands.command import LazyGroup, complete_assignments_in_bash, format_parsing_error
+from accel_cli.commands.command import (
+    HELP_OPTIONS,
+    LazyGroup,
+    complete_assignments_in_bash,
+    format_parsing_error,
+    hide_flag_types,
+)
 from accel_cli.errors import AccelError, UsageError, explain_os_error, explain_process_limit
 from accel_cli.planning.launch_options import normalize_option
 from accel_runtime.environment.registry import Registry
@@ -53,7 +59,7 @@ app = typer.Typer(
     epilog="A first run: accel launch --nproc-per-node 2 train.py --epochs 3",
     no_args_is_help=True,
     context_settings={
-        "help_option_names": ["-h", "--help"],
+        "help_option_names": [*HELP_OPTIONS],
         # All commands inherit it: they accept `--nproc_per_node`, the spelling of torchrun and Accelerate.
         "token_normalize_func": normalize_option,
     },
@@ -85,6 +91,7 @@ def _train(
 
 
 accel = typer.main.get_command(app)
+hide_flag_types(accel)
 complete_assignments_in_bash()
 
 

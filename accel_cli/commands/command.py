@@ -23,15 +23,19 @@ from accel_cli.planning.launch_options import LaunchOption, find_foreign_option,
 from accel_runtime.environment.registry import Registry
 
 __all__ = [
+    "HELP_OPTIONS",
     "LazyGroup",
     "Parsed",
     "ScriptCommand",
     "complete_assignments_in_bash",
     "format_parsing_error",
     "get_parsed",
+    "hide_flag_types",
     "parse_launch",
 ]
 
+
+HELP_OPTIONS = ("-h", "--help")
 
 # Commands that are imported when used --------------------------------------------------
 
@@ -70,6 +74,22 @@ class _Commands(Mapping[str, Command]):
 
 def _build_command(name: str, entry: Any) -> Command:
     """Return the command of an entry of a table: a function, or an object of `typer.Typer`."""
+    command = _build_with_types(name, entry)
+    hide_flag_types(command)
+    return command
+
+
+def hide_flag_types(command: Command) -> None:
+    """Leave `<bool>` out of the help of a command, and of those below it: a flag takes no value."""
+    for parameter in command.get_params(Context(command, help_option_names=[*HELP_OPTIONS])):
+        if isinstance(parameter, TyperOption) and parameter.is_flag and parameter.metavar is None:
+            parameter.metavar = ""
+    if isinstance(command, TyperGroup) and isinstance(command.commands, dict):
+        for inner in command.commands.values():
+            hide_flag_types(inner)
+
+
+def _build_with_types(name: str, entry: Any) -> Command:
     app = typer.Typer(add_completion=False)
     if inspect.isfunction(entry):
         app.command(name)(entry)
@@ -81,7 +101,8 @@ def _build_command(name: str, entry: Any) -> Command:
         )
     of_name = [command for command in entry.registered_commands if command.name == name]
     app.registered_commands = of_name or entry.registered_commands
-    if not entry.registered_callback and len(app.registered_commands) == 1:
+    is_group = entry.registered_callback or entry.info.callback or entry.registered_groups
+    if not is_group and len(app.registered_commands) == 1:
         return typer.main.get_command(app)
     app = typer.Typer(add_completion=False)
     app.add_typer(entry, name=name, rich_help_panel=entry.rich_help_panel)
@@ -246,9 +267,9 @@ def format_parsing_error(error: typer.TyperException) -> str:
     text = _describe_invalid_value(error) or error.format_message()
     if not text:
         return ""
-    if isinstance(error, NoSuchOption) and (
-        foreign := find_foreign_option(normalize_option(error.option_name.lstrip("-")))
-    ):
+    # A letter has other meanings in each command.
+    name = normalize_option(error.option_name.lstrip("-")) if isinstance(error, NoSuchOption) else ""
+    if isinstance(error, NoSuchOption) and len(name) > 1 and (foreign := find_foreign_option(name)):
         advice = f"{foreign.advice[0].lower()}{foreign.advice[1:]}"
         text = f"No such option: {error.option_name}. In accel launch, {advice}"
     end = "" if text.endswith((".", "?")) else "."
@@ -267,10 +288,12 @@ def _describe_invalid_value(error: typer.TyperException) -> str:
     if kind == "value_error":
         error.message = str(context["error"])
     elif expected := {
-        "int_parsing": "a whole number",
-        "greater_than_equal": f"at least {context.get('ge')}",
-        "less_than_equal": f"at most {context.get('le')}",
-    }.get(kind):
+        "int": "a whole number",
+        "float": "a number",
+        "string": "text",
+        "greater": f"at least {context.get('ge')}",
+        "less": f"at most {context.get('le')}",
+    }.get(kind.partition("_")[0]):
         error.message = f"expected {expected}, got {problem['input']!r}"
     return error.format_message()
 

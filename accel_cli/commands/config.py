@@ -316,6 +316,8 @@ def import_(
     from accel_cli.profile import layers, store, yaml_io
     from accel_cli.profile.edit import edit_text
 
+    if sharding is not None and (sharding := sharding.replace("-", "_")) not in _SHARDING:
+        raise UsageError(f"Invalid --sharding {sharding!r}: expected {' or '.join(_SHARDING)}.")
     target = ProfileLocation(profile, project).find_writable_file()
     text = store.read_text(file)
     wrapped = wrap_engine_file(file)

@@ -125,8 +125,8 @@ class ProgressSink(ABC):
     seconds, and `close` once if `open` has returned, whatever has happened since, also after a signal to the launcher. A sink may
     wait in each of them: the run does not wait for it, but for a few seconds at its start and its end.
 
-    An exception never ends a run: it is shown once, with the name of the sink, and only `close` is called after that. Catch what
-    may pass, such as a lost connection. The exception is UsageError in `create` and `open`: the launch is refused with its text, before
+    An exception never ends a run: it is shown once, with the name of the sink, and only `close` is called after that; after an
+    OSError of `write`, which may pass, `write` is called again at the next interval. The exception is UsageError in `create` and `open`: the launch is refused with its text, before
     a process starts.
     """
 

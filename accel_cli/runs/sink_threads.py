@@ -53,7 +53,7 @@ class _SinkThread(threading.Thread):
         self._outcome: RunProgress | None = None
         self._refusal: UsageError | None = None
         self._warning = ""
-        self._has_failed = False
+        self._has_failed = self._has_failed_to_write = False
 
     def run(self) -> None:
         """Open the sink, write until the run ends, and close it."""
@@ -111,6 +111,11 @@ class _SinkThread(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - also `sys.exit` in a sink of another package
             if method in {"create", "open"} and isinstance(error, UsageError):
                 self._refusal = error
+            elif method == "write" and isinstance(error, OSError):
+                if not self._has_failed_to_write:
+                    self._warning = _format_failure(self.name, method, error)
+                    self._has_failed_to_write = True
+                return None
             elif not self._has_failed:
                 self._warning = _format_failure(self.name, method, error)
             self._has_failed = True
@@ -202,8 +207,7 @@ class ProgressSinks:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._warnings += [thread.take_warning() for thread in threads]
         self._warnings += [
-            f"the progress sink {thread.name!r} has not ended within {_WAIT_S:.0f} s: its last values may be missing. The run is not "
-            "affected."
+            f"the progress sink {thread.name!r} has not ended within {_WAIT_S:.0f} s: its last values may be missing."
             for thread in threads
             if thread.is_alive()
         ]
@@ -223,4 +227,7 @@ def _read_progress(run: RunFolder) -> RunProgress:
 
 def _format_failure(name: str, method: str, error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"the progress sink {name!r} is off, since its {method}() failed: {reason}. The run continues."
+    reason = reason.rstrip(".")
+    if method == "write" and isinstance(error, OSError):
+        return f"the progress sink {name!r} failed to write: {reason}. It writes again at the next interval."
+    return f"the progress sink {name!r} is off, since its {method}() failed: {reason}."

@@ -59,7 +59,7 @@ class ProgressLines(ProgressSink):
         line = encode_text(f"{json.dumps(progress.to_dict())}\n")
         # Opened each time, since a program that rotates logs may move the file.
         with self._path.open("ab") as file:
-            file.write(b"\n" + line if _ends_in_line(self._path) else line)
+            file.write(b"\n" + line if _is_last_line_cut(self._path) else line)
 
     @override
     def close(self, outcome: RunProgress) -> None:
@@ -70,8 +70,9 @@ class StatusFile(ProgressSink):
     """Replaces a file by the newest progress each time: `--progress-file status.json`."""
 
     def __init__(self, path: Path, interval_s: float) -> None:
-        self._path, self.interval_s = path, interval_s
-        self._new = path.with_name(f"{path.name}.new")
+        # The target of a link is replaced, and not the link.
+        self._path, self.interval_s = path.resolve(), interval_s
+        self._new = self._path.with_name(f"{self._path.name}.new")
 
     @classmethod
     @override
@@ -147,18 +148,18 @@ def _create_file(path: Path, new: Path) -> None:
         reason = ""
         # Before it is opened, which would wait for the reader of a named pipe.
         if path.exists() and not path.is_file():
-            reason = "Is a directory" if path.is_dir() else "not a regular file"
+            reason = "it is a directory" if path.is_dir() else "it is not a regular file"
         else:
             new.open("ab").close()
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
     if reason:
         raise UsageError(
-            f"Cannot write the progress to {path}: {reason}. Choose another file with --progress-file."
+            f"Cannot write the progress to {path}: {reason}. Set launcher.progress_file (--progress-file) to another file."
         )
 
 
-def _ends_in_line(path: Path) -> bool:
+def _is_last_line_cut(path: Path) -> bool:
     """Return True if the last line of a file was cut, as by a full disk or a crash."""
     with suppress(OSError):
         return read_bytes(path, max_size=1, at_end=True) not in {b"", b"\n"}

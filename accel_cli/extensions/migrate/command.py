@@ -95,7 +95,9 @@ def migrate(  # noqa: PLR0913 - an argument for each option
 
     Scripts are only read, and not run, except with --verify.
     """
-    if "" in paths:  # not the current folder, as for Path("")
+    words = get_parsed(context).words
+    after_dashes = words[words.index("--") + 1 :] if verify and "--" in words else ()
+    if "" in paths[: len(paths) - len(after_dashes)]:  # not the current folder, as for Path("")
         raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
     if verify:
         options = ["--write"] * write + ["--check"] * check

@@ -77,8 +77,8 @@ class Lines:
         os.mkfifo(folder / "pipe")
         self.refused = {
             str(folder / "missing" / self.file): "No such file",
-            str(folder / "folder"): "Is a directory",
-            str(folder / "pipe"): "not a regular file",
+            str(folder / "folder"): "it is a directory",
+            str(folder / "pipe"): "it is not a regular file",
             "/proc/p": "No such file",
         }
         self.refused_key, self.refused_option = "progress_file", "--progress-file"
@@ -351,7 +351,10 @@ def test_a_file_that_cannot_be_written_ends_the_launch_before_a_process_starts(c
     script("open('started', 'w')")
     done = run_accel(*LAUNCH, "--progress-file", next(iter(case.refused)), "train.py")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "No such file or directory. Choose another file with --progress-file." in done.stderr
+    assert (
+        "No such file or directory. Set launcher.progress_file (--progress-file) to another file."
+        in done.stderr
+    )
     assert not (cwd / "started").exists()
 
 
@@ -443,15 +446,16 @@ def test_a_sink_that_fails_is_one_warning_and_no_harm_to_others(method, error, r
     wait_until(lambda: [each for each, *_ in good].count("write") > 2)
     warnings = sinks.take_warnings() + sinks.close(0, is_stopped=False)
     assert len(warnings) == 1
-    assert (
-        f"the progress sink 'bad' is off, since its {method}() failed: {type(error).__name__}: "
-        in warnings[0]
-    )
+    may_pass = method == "write" and isinstance(error, OSError)
+    failed = "failed to write" if may_pass else f"is off, since its {method}() failed"
+    assert f"the progress sink 'bad' {failed}: {type(error).__name__}: " in warnings[0]
     expected = {
         "create": ["create"], "open": ["create", "open"], "write": ["create", "open", "write", "close"],
         "close": ["create", "open", "write", "close"],
     }  # fmt: skip
-    assert [each for each, *_ in bad if method != "close" or each != "write"] == [
+    # It is tried again after what may pass.
+    called = names(bad) if may_pass else [each for each, *_ in bad]
+    assert [each for each in called if method != "close" or each != "write"] == [
         each for each in expected[method] if method != "close" or each != "write"
     ]
     assert names(good) == ["create", "open", "write", "close"]
