@@ -117,6 +117,39 @@ def greet(name: str) -> None:
 """
 
 
+GROUPS = """
+import typer
+tools = typer.Typer()
+inner = typer.Typer()
+@inner.command()
+def one():
+    print("one")
+@inner.command()
+def two():
+    print("two")
+@tools.command()
+def clean():
+    print("cleaned")
+tools.add_typer(inner, name="inner")
+def begin(loud: bool = False):
+    print("LOUD" if loud else "quiet")
+checks = typer.Typer(callback=begin)
+@checks.command()
+def all():
+    print("all")
+"""
+
+
+def test_groups_of_another_distribution_have_their_commands_and_callbacks(accel, tmp_path):
+    site = tmp_path / "site"
+    (site / "group_commands.py").write_text(GROUPS)
+    with (site / "accel_background-1.0.dist-info/entry_points.txt").open("a") as file:
+        file.write("[accel.commands]\ntools = group_commands:tools\nchecks = group_commands:checks\n")
+    assert accel("tools", "clean").stdout == "cleaned\n"
+    assert accel("tools", "inner", "two").stdout == "two\n"
+    assert accel("checks", "--loud", "all").stdout == "LOUD\nall\n"
+
+
 def test_a_command_of_another_distribution_runs(accel, tmp_path):
     site = tmp_path / "site"
     (site / "greet_command.py").write_text(COMMAND)

@@ -11,6 +11,8 @@ from support.commands import call_accel
         "runs --num_ranks 2": "No such option: --num-ranks. See accel runs --help.",
         "runs -Z": "No such option: -Z. See accel runs --help.",
         "runs x y": "Got unexpected extra argument(s) (x y). See accel runs --help.",
+        "logs -n 5": "No such option: -n. See accel logs --help.",
+        "config import x --sharding bad": "Invalid --sharding 'bad': expected fully_shard or deepspeed.",
         "env x": "Got unexpected extra argument(s) (x). See accel env --help.",
         "runs --json=1": "Option '--json' does not take a value. See --help.",
         "runs -n": "Option '-n' requires an argument. See --help.",

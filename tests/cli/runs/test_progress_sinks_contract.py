@@ -461,6 +461,16 @@ def test_a_sink_that_fails_is_one_warning_and_no_harm_to_others(method, error, r
     assert names(good) == ["create", "open", "write", "close"]
 
 
+def test_the_target_of_a_link_is_replaced_and_not_the_link(tmp_path, run):
+    target, link = tmp_path / "state" / "now.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    sinks = started(run, {"progress_file": str(link)})
+    assert not sinks.close(0, is_stopped=False)
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["state"] == "succeeded"
+
+
 @pytest.mark.parametrize("method", ["open", "write", "close"])
 def test_a_slow_sink_delays_neither_the_run_nor_others(method, run, table, monkeypatch):
     monkeypatch.setattr(sink_threads, "_WAIT_S", 0.5)

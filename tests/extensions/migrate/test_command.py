@@ -308,6 +308,12 @@ def test_wrong_input_is_refused(capfd, script, name, content, message):
     assert message in done.stderr
 
 
+def test_an_argument_of_the_script_may_be_empty(capfd, script):
+    done = call_accel(capfd, "migrate", "--verify", "absent.py", "--", "--tag", "")
+    assert done.returncode == 2
+    assert "Cannot verify absent.py" in done.stderr
+
+
 def test_line_ends_and_the_byte_order_mark_stay(capfd, script):
     script.write_bytes(b"\xef\xbb\xbf" + RAW.replace("\n", "\r\n").encode())
     call_accel(capfd, "migrate", "--write", "train.py")
