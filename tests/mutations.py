@@ -153,9 +153,21 @@ MUTATIONS = (
         ("tests/cli/launchers/test_secret_files.py::test_names_of_credentials_are_kept_back",),
     ),
     Mutation(
+        "files with secrets by their text",
+        "accel_cli.launchers.secret_files:is_secret_file",
+        force_condition("_PACKED", False),
+        ("tests/cli/launchers/test_secret_files.py::test_a_file_whose_text_cannot_be_read_is_kept_back",),
+    ),
+    Mutation(
+        "a repository that a job does not send",
+        "accel_cli.launchers.source_files:_is_below",
+        return_value("True"),
+        ("tests/cli/launchers/test_source_files.py::test_an_ignore_file_cannot_send_a_repository",),
+    ),
+    Mutation(
         "data that a job does not send",
         "accel_cli.launchers.source_files:_find_left_out",
-        set_value("is_sent", "True"),
+        force_condition("is_source_file", False),
         ("tests/cli/launchers/test_source_files.py::test_what_is_left_out_is_listed_with_its_size",),
     ),
     Mutation(

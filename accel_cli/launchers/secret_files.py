@@ -24,7 +24,9 @@ __all__ = [
     "TokenSearch",
     "find_rows",
     "find_tokens",
+    "is_secret_file",
     "is_secret_name",
+    "names_secret",
 ]
 
 
@@ -42,15 +44,18 @@ class SecretName(NamedTuple):
     """The program or service that has such files; or gitignore, gitleaks or gitrob, if it is in its rules."""
     example: str
     """A name that no other row matches."""
+    content: str = ""
+    """Expression of the text in such a file that holds credentials, for names that ordinary files have too."""
 
 
+_GOOGLE = r'"(private_key|refresh_token|client_secret)"'
+_SESSION = r"(?i)cookie|sessionid|csrf|(access|auth|id|refresh|session)_?token\b|password|authorization|(?<![\w-])[\w-]{32,}(?![\w-])"
+"""Also a long word: a session of Telethon is one."""
 # gitignore: the templates of github.com/github/gitignore (CC0). gitleaks: the rules for paths of github.com/gitleaks/gitleaks.
 # gitrob: the signatures of github.com/michenriksen/gitrob. Others: the documentation of the program or service about its files.
 SECRET_NAMES: Final = (
     # Environments and settings with keys
     SecretName(".env[._-]*", "gitignore", ".env.ci"),
-    SecretName(".env.sh", "dotenv", ".env.sh"),
-    SecretName(".env.js", "dotenv", ".env.js"),
     SecretName("*.env", "gitignore", ".env"),
     SecretName("*.env.{local,dev,development,test,staging,prod,production}", "dotenv", "app.env.local"),
     SecretName("env.{local,prod,production,staging,secret}", "dotenv", "env.production"),
@@ -201,7 +206,7 @@ SECRET_NAMES: Final = (
     SecretName("{2fa,*[_-]2fa}[._-]*", "services", "github-2fa.txt"),
     SecretName(".google_authenticator", "Google Authenticator", ".google_authenticator"),
     SecretName("totp*.{txt,json,csv}", "authenticators", "totp_seeds.txt"),
-    SecretName("aegis*.json", "Aegis", "aegis-export-20260101.json"),
+    SecretName("aegis*.json", "Aegis", "aegis-export-20260101.json", r'"(slots|entries)"'),
     SecretName("andotp*", "andOTP", "andOTP_accounts.json"),
     SecretName("wallet.dat", "Bitcoin", "wallet.dat"),
     SecretName("utc--*", "Ethereum", "keystore/UTC--2026-01-01T00-00-00.000Z--ab"),
@@ -274,7 +279,8 @@ SECRET_NAMES: Final = (
     SecretName("*.pgp", "GnuPG", "backup.pgp"),
     SecretName("*.age", "age", "backup.age"),
     SecretName("*.agekey", "age", "keys.agekey"),
-    SecretName("age[_-]key*", "age", "age-key.txt"),
+    SecretName("age[_-]{key,keys}", "age", "age-keys"),
+    SecretName("age[_-]key*.{txt,key,bin}", "age", "age-key-prod.txt"),
     SecretName("sops/age/keys.txt", "sops", "sops/age/keys.txt"),
     SecretName("*.sops.{yaml,yml,json,ini,env}", "sops", "values.sops.yaml"),
     SecretName("*.enc.{yaml,yml,json,env,ini}", "sops", "values.enc.yaml"),
@@ -347,9 +353,11 @@ SECRET_NAMES: Final = (
     SecretName(".gitcookies", "git", ".gitcookies"),
     SecretName("*.session", "Telethon, Pyrogram", "bot.session"),
     SecretName("*.session-journal", "Telethon", "bot.session-journal"),
-    SecretName("session.{txt,json,pkl,pickle}", "requests", "session.pkl"),
+    SecretName("session.{pkl,pickle}", "requests", "session.pkl"),
+    SecretName("{session,sessions}.json", "requests", "session.json", _SESSION),
+    SecretName("session.txt", "requests", "session.txt", _SESSION),
     SecretName("{browser,chrome,discord,facebook,google,instagram,linkedin,login,reddit,selenium,telegram,tiktok,twitter,web,whatsapp,youtube}[_-]session*.{json,txt,pkl,pickle}", "requests", "instagram_session.json"),
-    SecretName("sessions.{json,pkl,pickle}", "requests", "sessions.pkl"),
+    SecretName("sessions.{pkl,pickle}", "requests", "sessions.pkl"),
     SecretName("sessionid", "browsers", "sessionid"),
     SecretName("sessionid.txt", "browsers", "sessionid.txt"),
     SecretName("storage[_-]state.json", "Playwright", "storage_state.json"),
@@ -391,7 +399,7 @@ SECRET_NAMES: Final = (
     SecretName("sftp-config-alt*.json", "Sublime Text", "sftp-config-alt.json"),
     SecretName("sftp.json", "VS Code", ".vscode/sftp.json"),
     SecretName(".sftp.json", "VS Code", ".sftp.json"),
-    SecretName("deployment-config.json", "Atom", "deployment-config.json"),
+    SecretName("deployment-config.json", "Atom", "deployment-config.json", r'(?i)"(password|passphrase|privatekey)"'),
     SecretName("webservers.xml", "JetBrains", ".idea/WebServers.xml"),
     SecretName("filezilla.xml", "gitrob", "filezilla.xml"),
     SecretName("recentservers.xml", "gitrob", "recentservers.xml"),
@@ -538,17 +546,17 @@ SECRET_NAMES: Final = (
     SecretName("service[_-]account[_-]*.json", "Google Cloud", "service-account-file.json"),
     SecretName("*[_-]service[_-]account[_-]*.json", "Google Cloud", "ml-service-account-eu.json"),
     SecretName("*firebase*adminsdk*.json", "Firebase", "project-firebase-adminsdk-x1-2.json"),
-    SecretName("firebase[_-]key*.json", "Firebase", "firebase-key.json"),
-    SecretName("gcp[_-]*key*.json", "Google Cloud", "gcp_service_key.json"),
-    SecretName("gcloud[_-]*key*.json", "Google Cloud", "gcloud-service-key.json"),
-    SecretName("{gcs,gke,gcr,bigquery,bq,vertex,ga,google,google-cloud}[_-]*key*.json", "Google Cloud", "bigquery-key.json"),
+    SecretName("firebase[_-]{key,keys}.json", "Firebase", "firebase-key.json"),
+    SecretName("gcp[_-]*{key,keys}.json", "Google Cloud", "gcp_service_key.json"),
+    SecretName("gcloud[_-]*{key,keys}.json", "Google Cloud", "gcloud-service-key.json"),
+    SecretName("{gcs,gke,gcr,bigquery,bq,vertex,ga,google,google-cloud}[_-]*{key,keys}.json", "Google Cloud", "bigquery-key.json"),
     SecretName("gcp[_-]{sa,auth}.json", "Google Cloud", "gcp-auth.json"),
-    SecretName("sa[_-]key*.json", "Google Cloud", "sa-key.json"),
+    SecretName("sa[_-]{key,keys}.json", "Google Cloud", "sa-key.json"),
     SecretName("sa.json", "Google Cloud", "sa.json"),
-    SecretName("*[_-]sa.json", "Google Cloud", "trainer-sa.json"),
-    SecretName("*[_-]sa[_-]key*.json", "Google Cloud", "trainer-sa-key.json"),
+    SecretName("*[_-]sa.json", "Google Cloud", "trainer-sa.json", _GOOGLE),
+    SecretName("*[_-]sa[_-]{key,keys}.json", "Google Cloud", "trainer-sa-key.json"),
     SecretName("*gserviceaccount.com*", "Google Cloud", "trainer@project.iam.gserviceaccount.com.json"),
-    SecretName("*-{key id}.json", "Google Cloud", "trainer-my-project-0a1b2c3d4e5f.json"),
+    SecretName("*-{key id}.json", "Google Cloud", "trainer-my-project-0a1b2c3d4e5f.json", _GOOGLE),
     SecretName(".aliyun/", "Alibaba Cloud", ".aliyun/config.json"),
     SecretName(".ossutilconfig", "Alibaba Cloud", ".ossutilconfig"),
     SecretName(".tccli/", "Tencent Cloud", ".tccli/default.configure"),
@@ -573,7 +581,7 @@ SECRET_NAMES: Final = (
     SecretName("ovh.conf", "OVH", "ovh.conf"),
     SecretName("*openrc", "OpenStack", "project-openrc"),
     SecretName("*openrc.sh", "OpenStack", "project-openrc.sh"),
-    SecretName("clouds.{yaml,yml}", "OpenStack", "clouds.yaml"),
+    SecretName("clouds.{yaml,yml}", "OpenStack", "clouds.yaml", r"\b(auth|auth_url|password|application_credential_secret)[\"']?\s*:"),
     SecretName("secure.{yaml,yml}", "OpenStack", "secure.yaml"),
     SecretName(".mc/", "MinIO", ".mc/config.json"),
     SecretName(".mcli/", "MinIO", ".mcli/config.json"),
@@ -605,7 +613,8 @@ SECRET_NAMES: Final = (
     SecretName(".cache/huggingface/", "Hugging Face", ".cache/huggingface/version.txt"),
     SecretName("stored_tokens", "Hugging Face", "huggingface/stored_tokens"),
     SecretName(".kaggle/", "Kaggle", ".kaggle/config"),
-    SecretName("kaggle*.json", "Kaggle", "kaggle.json"),
+    SecretName("kaggle.json", "Kaggle", "kaggle.json"),
+    SecretName("kaggle?*.json", "Kaggle", "kaggle-me.json", r'"key"\s*:\s*"[0-9a-f]{32}"|KGAT_'),
     SecretName(".wandb/", "W&B", ".wandb/settings"),
     SecretName(".config/wandb/", "W&B", ".config/wandb/settings"),
     SecretName(".comet.config", "Comet", ".comet.config"),
@@ -732,7 +741,10 @@ _CODE_NAMES: Final = frozenset({
     *CODE, ".adoc", ".css", ".cs", ".fish", ".html", ".ipynb", ".j2", ".jinja", ".jinja2", ".jsx", ".kt", ".md", ".mjs", ".php", ".ps1",
     ".rst", ".sql", ".swift", ".tex", ".tf", ".tsx", ".vue",
 })  # fmt: skip
-"""Endings of code and text about it, which only a pattern with the same ending matches: `kubeconfig.py` is a module."""
+"""Endings of code and text about it, which only a pattern with the same ending matches: `kubeconfig.py` is a module.
+
+`.env.sh` and `.netrc.sh` are none: their names begin with a dot, and files of variables are written in each language.
+"""
 _ENDINGS = (
     r"(\.(cfg|conf|config|csv|dat|db|docx?|ini|jsonc?|kdbx?|key|list|ods|odt|pdf|pickle|pkl|plist|properties|rtf|sqlite|toml|tsv|txt|"
     r"xlsx?|xml|ya?ml))?"
@@ -763,8 +775,26 @@ _MAX_SPELLINGS = 40
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a file usually holds credentials, by its path in the source folder, in which `*` may stand."""
-    return next(find_rows(name), None) is not None
+    """Return whether a file usually holds credentials, by its path in the source folder alone."""
+    return any(not row.content for row in find_rows(name))
+
+
+def is_secret_file(source: Path, name: str) -> bool:
+    """Return whether a file usually holds credentials: by its path in the source folder, and where a row has one, by its text."""
+    if is_secret_name(name):
+        return True
+    rows = list(find_rows(name))
+    if not rows or not _get_size(source / name):
+        return False
+    text = _read_text(source / name)
+    if not text or _PACKED.search(name.lower()):  # its text cannot be read
+        return True
+    return any(re.search(row.content, text) for row in rows)
+
+
+def names_secret(pattern: str) -> bool:
+    """Return whether a pattern names files that may hold credentials, such as `*.pem`, rather than any files."""
+    return next(find_rows(pattern), None) is not None
 
 
 def find_rows(name: str) -> Iterator[SecretName]:
@@ -781,7 +811,7 @@ def find_rows(name: str) -> Iterator[SecretName]:
         if folders:
             ending = _get_code_ending(spelling)
             for row, pattern in table.paths:
-                if row.pattern.endswith(ending) and pattern.search(f"{folders}/{spelling}"):
+                if _has_ending(row, ending) and pattern.search(f"{folders}/{spelling}"):
                     yield row
 
 
@@ -843,9 +873,7 @@ def _find_by_name(file: str) -> tuple[SecretName, ...]:
     table, ending = _compile_table(), _get_code_ending(file)
     found = [row] if (row := table.exact.get(file)) else []
     if table.any_name.fullmatch(file) and not _ORDINARY.fullmatch(file):
-        found += [
-            row for row, pattern in table.names if row.pattern.endswith(ending) and pattern.fullmatch(file)
-        ]
+        found += [row for row, pattern in table.names if _has_ending(row, ending) and pattern.fullmatch(file)]
     return tuple(found)
 
 
@@ -853,6 +881,11 @@ def _get_code_ending(file: str) -> str:
     """Return the ending of a name of code; empty for all others."""
     ending = os.path.splitext(file)[1]  # noqa: PTH122 - faster
     return ending if ending in _CODE_NAMES else ""
+
+
+def _has_ending(row: SecretName, ending: str) -> bool:
+    """Return whether a row is for files with this ending of code, which is empty for all other files."""
+    return row.pattern.endswith(ending) or row.pattern.startswith((".env", ".netrc"))
 
 
 @lru_cache(maxsize=4096)
@@ -898,6 +931,7 @@ _MIN_CHARACTERS = 8
 _FORMATS: Final = (
     ("Hugging Face Token", "hf_", r"hf_[A-Za-z]{34}(?!\w)"),
     ("Hugging Face Token", "api_org_", r"api_org_[A-Za-z]{34}(?!\w)"),
+    ("age Key", "age-secret-key-1", r"AGE-SECRET-KEY-1([0-9A-Z]{58})(?!\w)"),
     ("Anthropic Key", "sk-ant-", r"sk-ant-(?:api|admin)\d\d-[\w-]{80,120}"),
     ("OpenAI Token", "t3blbkfj", r"sk-(?:proj|svcacct|admin)-[\w-]{20,200}T3BlbkFJ[\w-]{20,200}"),
     ("Google API Key", "aiza", r"AIza[\w-]{35}(?![\w-])"),

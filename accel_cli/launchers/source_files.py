@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.launchers import git
-from accel_cli.launchers.secret_files import FoundToken, find_tokens, is_secret_name
+from accel_cli.launchers.secret_files import FoundToken, find_tokens, is_secret_file, names_secret
 from accel_cli.runs.run_dir import is_run_folder
 from accel_runtime.environment.engines import list_engines
 from accel_runtime.environment.settings import variable_name
@@ -30,6 +30,7 @@ __all__ = [
     "IGNORE_FILE",
     "SOURCE_NAMES",
     "SOURCE_SUFFIXES",
+    "LeftOutFile",
     "SelectedFile",
     "Selection",
     "check_engine_files",
@@ -123,6 +124,17 @@ class SelectedFile:
 
 
 @dataclass(frozen=True)
+class LeftOutFile:
+    """A file that is not sent, since it is data or too large."""
+
+    name: str
+    """Its path relative to the source folder."""
+    size: int
+    reason: str
+    """Why it is not sent, as a clause."""
+
+
+@dataclass(frozen=True)
 class Selection:
     """The files of a folder that are sent."""
 
@@ -130,8 +142,7 @@ class Selection:
     files: tuple[SelectedFile, ...]
     method: str = ""
     """How the files were selected."""
-    left_out: tuple[SelectedFile, ...] = ()
-    """Files that are not sent, since they are data or too large."""
+    left_out: tuple[LeftOutFile, ...] = ()
     secrets: tuple[str, ...] = ()
     """Files that are not sent, since their names are those of credentials or they contain tokens."""
     tokens: tuple[FoundToken, ...] = ()
@@ -171,8 +182,8 @@ def select_files(
     added = _find_added(source, include, ignored, excluded, listing.tracked | listing.new)
     names = {name for name in listing.tracked | listing.new if not ignored.spec.match_file(name)} | added
     names = {name for name in names if not excluded.match_file(name)}
-    allowed = _parse_patterns("launcher.include", [text for text in include if is_secret_name(text)])
-    secrets = {name for name in names if is_secret_name(name) and not allowed.match_file(name)}
+    allowed = _parse_patterns("launcher.include", [text for text in include if names_secret(text)])
+    secrets = {name for name in names if not allowed.match_file(name) and is_secret_file(source, name)}
     left_out = _find_left_out(source, (names & listing.new) - added - secrets)
     names -= secrets | {file.name for file in left_out}
     notes = list(listing.notes)
@@ -206,7 +217,8 @@ def _find_tokens(
     search = find_tokens(source, (name for name in names if name.rpartition("/")[2] not in chosen))
     if search.num_unread:
         notes.append(
-            f"{search.num_unread} files were not searched for tokens, after {console.format_size(search.num_bytes)}"
+            f"{_count_files(search.num_unread)} {'was' if search.num_unread == 1 else 'were'} not searched for tokens, after "
+            f"{console.format_size(search.num_bytes)}"
         )
     code = [token for token in search.found if token.is_code]
     if code:
@@ -225,9 +237,9 @@ def _describe_secrets(secrets: Iterable[str], tokens: Iterable[FoundToken]) -> s
     return f"not sent, since they may hold secrets: {listed}"
 
 
-def _describe_left_out(files: Sequence[SelectedFile]) -> str:
+def _describe_left_out(files: Sequence[LeftOutFile]) -> str:
     """Return the largest files that are left out, or the folders at the top that have several of them."""
-    groups: dict[str, list[SelectedFile]] = {}
+    groups: dict[str, list[LeftOutFile]] = {}
     for file in files:
         groups.setdefault(file.name.partition("/")[0], []).append(file)
     entries = []
@@ -271,15 +283,13 @@ def locate_target(target: str, kind: str, source_dir: str, cure: str) -> tuple[s
 def check_selected(selection: Selection, path: str | Path) -> None:
     """Raise UsageError if a file or folder that the job needs is not sent; `path` is relative to the source."""
     name = os.path.normpath(path)
-    if {name, _resolve_name(selection.source, name)} & _collect_names(selection.files):
+    spellings = {name, _resolve_name(selection.source, name)}
+    if spellings & _collect_names(selection.files):
         return
     reason = f"git ignores it, it is a cache or empty, or launcher.exclude or {IGNORE_FILE} matches it"
-    if name in selection.secrets:
+    if spellings.intersection(selection.secrets):
         reason = "it may hold secrets"
-    elif any(file.name == name for file in selection.left_out):
-        reason = (
-            f"it is neither source nor configuration, or larger than {console.format_size(_MAX_FILE_BYTES)}"
-        )
+    reason = next((file.reason for file in selection.left_out if file.name in spellings), reason)
     raise UsageError(
         f"{format_name(name)} is needed, but is not sent: {reason}. Add it to launcher.include, or change launcher.exclude."
     )
@@ -296,20 +306,24 @@ def check_engine_files(selection: Selection, folder: str | Path, env: Mapping[st
 def describe_selection(selection: Selection) -> Iterator[str]:
     """Yield lines about all files that are sent, the largest first, and those that are not, since they may hold secrets."""
     yield (
-        f"{len(selection.files)} files of {selection.source}, {console.format_size(selection.size)}: {selection.method}"
+        f"{_count_files(len(selection.files))} of {selection.source}, {console.format_size(selection.size)}: {selection.method}"
     )
     for file in sorted(selection.files, key=lambda file: (-file.size, file.name)):
         link = f" -> {format_name(file.link)}" if file.link else ""
         yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}{link}"
     if selection.left_out:
-        yield f"left out: {len(selection.left_out)} files. {_LEFT_OUT}"
+        yield f"left out: {_count_files(len(selection.left_out))}. {_LEFT_OUT}"
         largest = sorted(selection.left_out, key=lambda file: (-file.size, file.name))
-        for file in largest[:_NUM_LISTED]:
-            yield f"  {console.format_size(file.size):>9}  {format_name(file.name)}"
+        for left in largest[:_NUM_LISTED]:
+            yield f"  {console.format_size(left.size):>9}  {format_name(left.name)}"
         if rest := largest[_NUM_LISTED:]:
-            yield f"  {console.format_size(sum(file.size for file in rest)):>9}  in {len(rest)} more files"
+            yield f"  {console.format_size(sum(file.size for file in rest)):>9}  in {_count_files(len(rest), 'more ')}"
     if selection.secrets:
         yield _describe_secrets(selection.secrets, selection.tokens)
+
+
+def _count_files(count: int, kind: str = "") -> str:
+    return f"{count} {kind}file{'' if count == 1 else 's'}"
 
 
 def is_clutter(path: Path) -> bool:
@@ -346,24 +360,30 @@ def _read_start(path: Path) -> bytes:
         return b""
 
 
-def _find_left_out(source: Path, names: Iterable[str]) -> list[SelectedFile]:
+def _find_left_out(source: Path, names: Iterable[str]) -> list[LeftOutFile]:
     """Return the files that are not sent although git does not ignore them: data, large files, and the largest of too many."""
-    left_out: list[SelectedFile] = []
-    kept: list[SelectedFile] = []
+    left_out: list[LeftOutFile] = []
+    kept: list[tuple[int, str]] = []
     for name in names:
         try:
             status = (source / name).lstat()
         except OSError:
             continue
-        if stat.S_ISREG(status.st_mode):
-            file = SelectedFile(name, status.st_size)
-            is_sent = file.size <= _MAX_FILE_BYTES and is_source_file(source / name)
-            (kept if is_sent else left_out).append(file)
+        if not stat.S_ISREG(status.st_mode):
+            continue
+        if not is_source_file(source / name):
+            left_out.append(LeftOutFile(name, status.st_size, "it is neither source nor configuration"))
+        elif status.st_size > _MAX_FILE_BYTES:
+            reason = f"it is larger than {_MAX_FILE_BYTES // 10**6} MB"
+            left_out.append(LeftOutFile(name, status.st_size, reason))
+        else:
+            kept.append((status.st_size, name))
     total = 0
-    for file in sorted(kept, key=lambda file: (file.size, file.name)):
-        total += file.size
+    for size, name in sorted(kept):
+        total += size
         if total > _MAX_BYTES:
-            left_out.append(file)
+            reason = f"it is one of the largest files, which have more than {_MAX_BYTES // 10**6} MB together"
+            left_out.append(LeftOutFile(name, size, reason))
     return sorted(left_out, key=lambda file: file.name)
 
 
@@ -489,13 +509,18 @@ def walk_files(
 def _find_added(
     source: Path, include: Sequence[str], ignored: _IgnoreFile, excluded: GitIgnoreSpec, listed: set[str]
 ) -> set[str]:
-    """Return the files that patterns of `include` and patterns with `!` match, also in caches that a pattern names."""
-    patterns = (*include, *ignored.negations)
-    if not patterns:
+    """Return the files that patterns of `include` and patterns with `!` match, also in caches that a pattern names.
+
+    Only `include` adds files of `.git`: it may hold tokens, and `.accelignore` may come with the folder of somebody else.
+    """
+    if not include and not ignored.negations:
         return set()
-    named = frozenset(part for text in patterns for part in text.split("/"))
+    named = frozenset(part for text in include for part in text.split("/"))
+    named |= {part for text in ignored.negations for part in text.split("/") if _is_below(part)}
     everything = {*walk_files(source, [excluded], named), *listed}
-    added = {name for name in everything if ignored.spec.check_file(name).include is False}
+    added = {
+        name for name in everything if _is_below(name) and ignored.spec.check_file(name).include is False
+    }
     for text in include:
         matches = set(_parse_patterns("launcher.include", [text]).match_files(everything))
         if not matches:

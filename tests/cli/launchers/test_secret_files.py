@@ -12,7 +12,13 @@ import pytest
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import secret_files
-from accel_cli.launchers.secret_files import SECRET_NAMES, find_rows, find_tokens, is_secret_name
+from accel_cli.launchers.secret_files import (
+    SECRET_NAMES,
+    find_rows,
+    find_tokens,
+    is_secret_file,
+    is_secret_name,
+)
 from accel_cli.launchers.source_files import check_selected, describe_selection, select_files
 
 DATA = Path(__file__).parents[2] / "data"
@@ -28,7 +34,7 @@ def read_names(file):
 def test_only_its_row_of_the_table_keeps_back_an_example(row):
     assert row.pattern == row.pattern.lower()
     assert list(dict.fromkeys(find_rows(row.example))) == [row]
-    assert is_secret_name(f"some/folder/{row.example}")
+    assert is_secret_name(f"some/folder/{row.example}") == (not row.content)
 
 
 def test_a_name_without_its_row_is_sent(monkeypatch):
@@ -60,6 +66,57 @@ def test_ordinary_names_are_sent():
     assert len(names) > 300
     assert [name for name in names if is_secret_name(name)] == []
     assert [name for name in names if is_secret_name(f"some/folder/{name}")] == []
+
+
+@pytest.mark.parametrize("name", [".env", ".env.local", ".env-ci", ".envrc", ".netrc", ".netrc-work"])
+@pytest.mark.parametrize("ending", sorted(secret_files._CODE_NAMES))
+def test_variables_of_an_environment_are_kept_back_in_each_language(name, ending):
+    assert is_secret_name(f"{name}{ending}")
+
+
+ACCOUNT = '{"type": "service_account", "private_key_id": "0a1b", "private_key": "short"}'
+CONTENTS = {
+    "my-project-0a1b2c3d4e5f.json": ACCOUNT,
+    "trainer-ml-research-428711-9f3c2ab71de0.json": ACCOUNT,
+    "keys/vision-prod-b64c0d5e9a12.json": ACCOUNT,
+    "trainer-sa.json": ACCOUNT,
+    "clouds.yaml": "clouds:\n  dev:\n    auth:\n      username: me\n",
+    "clouds.yml": '{"clouds": {"dev": {"auth_url": "https://host"}}}',
+    "session.json": '[{"name": "sessionid", "value": "1"}]',
+    "sessions.json": '{"access_token": "1"}',
+    "session.txt": "1BVts" + "Ab3_" * 80,
+    "deployment-config.json": '{"type": "sftp", "host": "h", "username": "me", "password": "x"}',
+    "kaggle-me.json": '{"username": "me", "key": "' + "0a" * 16 + '"}',
+    "kaggle2.json": "KGAT_0a1b",
+    "aegis-export.json": '{"version": 1, "header": {"slots": null}, "db": {"entries": []}}',
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_name_that_ordinary_files_have_too_is_decided_by_the_text(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"lr": 0.1, "epochs": 3, "keys": ["nose", "eye"], "tokenizer": "bpe", "max_tokens": 5}')
+    assert [file.name for file in select_files(tmp_path).files] == [name]
+    path.write_text(CONTENTS[name])
+    assert select_files(tmp_path).secrets == (name,)
+    assert select_files(tmp_path, ["**"]).secrets == (name,)
+    assert [file.name for file in select_files(tmp_path, [name]).files] == [name]
+    path.with_name(f"{path.name}.bak").write_text(CONTENTS[name])
+    assert is_secret_file(tmp_path, f"{name}.bak")
+
+
+def test_each_text_of_the_table_is_tested():
+    rows = {row for row in SECRET_NAMES if row.content}
+    assert rows == {row for name in CONTENTS for row in find_rows(name)}
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("clouds.yaml.gz", b"\x1f\0"), ("clouds.yaml.asc", b"-----BEGIN")]
+)
+def test_a_file_whose_text_cannot_be_read_is_kept_back(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert is_secret_file(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +156,7 @@ TOKENS = {
     "Anthropic Key": ["sk-ant-api03-" + make(WORD, 93) + "AA"],
     "Azure Storage Account access key": ["AccountKey=" + make(WORD, 86) + "=="],
     "Basic Auth Credentials": [f"postgres://me:{make(WORD, 12)}@db.internal/x"],
+    "age Key": ["AGE-SECRET-KEY-1" + make(string.ascii_uppercase + string.digits, 58)],
     "Databricks Token": ["dapi" + make(HEX, 32)],
     "GitHub Fine-Grained Token": ["github_pat_" + make(WORD, 82)],
     "GitHub Token": [f"gh{kind}_" + make(WORD, 36) for kind in "pousr"],
@@ -211,7 +269,7 @@ def test_files_beyond_the_limit_are_reported_and_the_smallest_are_searched_first
     (tmp_path / "z_small.txt").write_text(TOKEN)
     selection = select_files(tmp_path)
     assert selection.secrets == ("z_small.txt",)
-    assert selection.notes[0] == "1 files were not searched for tokens, after 40 B"
+    assert selection.notes[0] == "1 file was not searched for tokens, after 40 B"
 
 
 def test_nothing_is_sent_to_verify_a_token(tmp_path, monkeypatch):

@@ -358,14 +358,20 @@ def test_files_that_may_contain_secrets_are_recognized_by_name(tree, write, name
     [
         *((target, None) for target in ("train.py", "./train.py", "lib/../train.py", "link.py", "folder/a.py", "lib", ".")),
         ("ignored.py", "ignored.py is needed, but is not sent: git ignores it, it is a cache or empty, or launcher.exclude or .accelignore matches it"),
-        ("data.bin", "data.bin is needed, but is not sent: it is neither source nor configuration, or larger than 20.0 MB. Add it to"),
+        ("data.bin", "data.bin is needed, but is not sent: it is neither source nor configuration. Add it to"),
+        ("folder/y.csv", "folder/y.csv is needed, but is not sent: it is neither source nor configuration. Add it to"),
+        ("folder/key.pem", "folder/key.pem is needed, but is not sent: it may hold secrets. Add it to"),
+        ("large.json", "large.json is needed, but is not sent: it is larger than 20 MB. Add it to"),
         ("excluded.py", "Add it to launcher.include, or change launcher.exclude."),
         ("empty", "empty is needed, but is not sent: git ignores it, it is a cache or empty,"),
         ("key.pem", "key.pem is needed, but is not sent: it may hold secrets. Add it to launcher.include"),
     ],
 )  # fmt: skip
 def test_a_file_that_the_job_needs_must_be_selected(tree, write, git, target, reason):
-    write("train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem", "data.bin")
+    write(
+        "train.py", "lib/a.py", "ignored.py", "excluded.py", "key.pem", "data.bin", "lib/y.csv", "lib/key.pem"
+    )
+    write_sparse(tree / "large.json", 20_000_001)
     write(".gitignore", text="ignored.py\n")
     (tree / "link.py").symlink_to("train.py")
     (tree / "folder").symlink_to("lib")
@@ -485,6 +491,11 @@ def test_the_smallest_files_are_sent_if_all_are_too_large_together(tree, write):
     selection = select_files(tree)
     assert names(selection) == [*(f"results/part{number}.json" for number in range(6)), "train.py"]
     assert selection.notes == (f"left out: results/part6.json (16.0 MB). {LIMITS}",)
+    assert f"left out: 1 file. {LIMITS}" in source_files.describe_selection(selection)
+    with pytest.raises(
+        UsageError, match=r"it is one of the largest files, which have more than 100 MB together\."
+    ):
+        source_files.check_selected(selection, "results/part6.json")
 
 
 def test_a_folder_with_many_files_that_are_left_out_is_shown_as_one(tree, write):
@@ -560,6 +571,24 @@ def test_an_ignore_file_cannot_send_secrets(tree, write):
     write(".accelignore", text="!.env\n!.aws/credentials\n!*\n")
     assert names(select_files(tree)) == [".accelignore", "train.py"]
     assert names(select_files(tree, [".env"])) == [".accelignore", ".env", "train.py"]
+
+
+@pytest.mark.parametrize("pattern", ["!.git/config", "!.git", "!.git/", "!**/.git/*", "!sub/.git/**", "!*"])
+def test_an_ignore_file_cannot_send_a_repository(tree, write, git, pattern):
+    """Its configuration may hold a token: `extraheader = AUTHORIZATION`."""
+    write("train.py", "sub/.git/config", "lib/.git")
+    git("init")
+    write(".accelignore", text=f"{pattern}\n")
+    assert names(select_files(tree)) == [".accelignore", "train.py"]
+    assert ".git/config" in names(select_files(tree, [".git/config"]))
+    assert not [name for name in names(select_files(tree, ["**"])) if ".git" in name.split("/")]
+
+
+def test_one_file_is_counted_as_one(tree, write):
+    write("train.py", *(f"{number:03}.bin" for number in range(101)))
+    lines = list(source_files.describe_selection(select_files(tree)))
+    assert lines[0].startswith("1 file of ")
+    assert lines[-1] == "        2 B  in 1 more file"
 
 
 def test_an_ignored_folder_is_not_entered(tree, write, request):
