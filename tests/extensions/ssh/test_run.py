@@ -146,17 +146,17 @@ def test_sync_keeps_links_to_folders_and_newer_files_of_the_host(start, cwd, tmp
     (folder / "data").symlink_to(disk)
     (cwd / "data").mkdir()
     (cwd / "data/.gitkeep").touch()
-    for name in ("newer", "older"):
+    for name in ("newer.txt", "older.txt"):
         (cwd / name).write_text("local")
         (folder / name).write_text("on the host")
-    os.utime(cwd / "newer", (1, 1))
-    os.utime(folder / "older", (1, 1))
+    os.utime(cwd / "newer.txt", (1, 1))
+    os.utime(folder / "older.txt", (1, 1))
     process = start("train.py", "--hosts", "a", "--sync", "--set", f"launcher.folder={folder}")
     output = process.communicate(timeout=limit(60))[0]
     # rsync 3.5 refuses to write through a link that leaves the folder; older ones do.
     assert process.returncode == 0 or "Add the file to launcher.exclude" in output, output
     assert (folder / "data").is_symlink()
-    assert [(folder / name).read_text() for name in ("newer", "older")] == ["on the host", "local"]
+    assert [(folder / name).read_text() for name in ("newer.txt", "older.txt")] == ["on the host", "local"]
 
 
 def test_a_closed_output_ends_the_run(start, cwd):
