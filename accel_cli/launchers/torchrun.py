@@ -417,10 +417,9 @@ def _check_reachable(endpoint: str | None) -> str | None:
 
 
 class Torchrun(ElasticLauncher):
-    """Several processes, started and watched by the elastic agent of torch.distributed.run.
+    """Several processes, started and watched by the elastic agent of torch.distributed.run."""
 
-    `runner/agent.py` decides the exit code of a launch.
-    """
+    # The exit code of a launch is decided in `runner/agent.py`.
 
     title: ClassVar[str] = "Several processes (torchrun)"
 
