@@ -96,13 +96,14 @@ def migrate(  # noqa: PLR0913 - an argument for each option
     Scripts are only read, and not run, except with --verify.
     """
     words = get_parsed(context).words
-    after_dashes = words[words.index("--") + 1 :] if verify and "--" in words else ()
-    if "" in paths[: len(paths) - len(after_dashes)]:  # not the current folder, as for Path("")
+    arguments = words[words.index("--") + 1 :] if verify and "--" in words else ()
+    scripts = paths[: len(paths) - len(arguments)]
+    if "" in scripts:  # not the current folder, as for Path("")
         raise UsageError("Cannot migrate '': the name is empty. Check the variable that contains it.")
     if verify:
         options = ["--write"] * write + ["--check"] * check
         with _exit_at_signals():
-            raise typer.Exit(_verify(paths, context, options))
+            raise typer.Exit(_verify(scripts, arguments, context, options))
     if steps or timeout:
         raise UsageError("Cannot use --steps or --timeout: nothing is run. Add --verify.")
     _convert([Path(path) for path in paths], write=write, check=check)
@@ -224,11 +225,12 @@ def _try_to_migrate(file: tuple[Path, Path]) -> MigratedFile | str:
         )
 
 
-def _verify(typed: list[str], context: typer.Context, others: list[str]) -> int:
+def _verify(scripts: list[str], arguments: tuple[str, ...], context: typer.Context, others: list[str]) -> int:
     """Compare the first steps before and after the conversion; return the exit code.
 
     Args:
-        typed: The scripts, and what follows `--`, which are the arguments of the first one.
+        scripts: The paths of the scripts.
+        arguments: The arguments of the first one, which follow `--`.
         context: The context of the command.
         others: The options that exclude a comparison.
     """
@@ -240,9 +242,7 @@ def _verify(typed: list[str], context: typer.Context, others: list[str]) -> int:
     from accel_cli.extensions.migrate.verification_runs import VerifyOptions
     from accel_cli.planning.machine import detect_quickly
 
-    words = get_parsed(context).words
-    arguments = words[words.index("--") + 1 :] if "--" in words else ()
-    paths = [Path(path) for path in typed[: len(typed) - len(arguments)]]
+    paths = [Path(path) for path in scripts]
     if not paths:
         raise UsageError("Cannot compare: there is no script before --. Put PATH before --.")
     versions, left = read_versions(paths)

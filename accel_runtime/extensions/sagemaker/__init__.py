@@ -1,1 +1,1 @@
-"""What the images of Amazon SageMaker have, on a rank."""
+"""Libraries in the images of Amazon SageMaker that a rank uses."""
