@@ -21,6 +21,13 @@ NUM_BOXES = (1, 5, 2, 3)
 FACTS = ("num_processes", "process_index", "local_process_index", "is_main_process", "device", "backend")
 
 
+@pytest.fixture(autouse=True)
+def _no_state():
+    """Begin without a state, ours or Accelerate's: libraries that earlier tests of this process called have made theirs."""
+    PartialState().destroy_process_group()
+    accelerate.PartialState._reset_state()
+
+
 def read_state():
     """Return what Accelerate's state says, and what ours does."""
     ours, theirs = Accelerator().state, accelerate.PartialState()
@@ -49,7 +56,6 @@ def test_the_state_is_filled_when_a_library_imports_accelerate_later(cwd):
 
 
 def test_a_state_of_the_script_stays():
-    accelerate.PartialState._reset_state()
     theirs = accelerate.PartialState(cpu=True)
     theirs.num_processes = 7
     try:
