@@ -27,6 +27,7 @@ __all__ = [
     "plain",
     "print_failure",
     "print_json",
+    "print_notes",
     "print_problem",
     "read_progress",
     "show",
@@ -50,6 +51,12 @@ _PROGRESS_DELAY_S = 1.0
 def note(text: str) -> None:
     """Write a line about the progress of a command to stderr."""
     _write_message("accel:", _DIM, text)
+
+
+def print_notes(texts: Iterable[str]) -> None:
+    """Write lines about the progress of a command to stderr."""
+    for text in texts:
+        note(text)
 
 
 def error(text: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -105,6 +105,8 @@ class AccelError(Exception):
     """An error that is shown as a message without a traceback."""
 
     exit_code = 1
+    notes: Sequence[str] = ()
+    """Sentences that are printed before the message."""
 
 
 class RunEndedError(AccelError):

@@ -115,6 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
             console.error(text)
         sys.exit(error.exit_code)
     except AccelError as error:
+        console.print_notes(error.notes)
         console.error(str(error))
         if hint := _explain_missing_command(str(error)):
             console.note(hint)

@@ -692,15 +692,15 @@ MUTATIONS = (
     ),
     Mutation(
         "launch that is only planned",
-        "accel_cli.commands.launch:_launch",
+        "accel_cli.commands.plan_view:show_plan",
         force_condition("dry_run", False, also="explain"),
         ("tests/integration/test_launch.py::test_a_dry_run_prints_the_plan_and_runs_nothing",),
     ),
     Mutation(
         "target that cannot run",
-        "accel_cli.profile.planner:check_target",
+        "accel_cli.commands.target:check_target",
         return_value("None"),
-        ("tests/cli/profile/test_planner.py::test_a_target_that_cannot_run_is_an_error",),
+        ("tests/cli/commands/test_target.py::test_a_target_that_cannot_run_is_an_error",),
     ),
     Mutation(
         "log of a shown rank",

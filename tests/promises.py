@@ -343,7 +343,7 @@ LAUNCHER = (
         "Invalid launches",
         "Invalid launches are rejected before anything starts, with exit code 2.",
         (
-            "tests/cli/profile/test_planner.py::test_a_target_that_cannot_run_is_an_error",
+            "tests/cli/commands/test_target.py::test_a_target_that_cannot_run_is_an_error",
             "tests/integration/test_launch.py::test_invalid_input_is_one_message_with_exit_code_2",
         ),
         "target that cannot run",

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.profile.layers import read_layers
+from accel_cli.profile.layers import list_unused_files, read_layers
 from accel_cli.profile.store import ProfileStore
 from accel_runtime.environment.locations import is_url, normalize_location
 from accel_runtime.storage.any_store import open_store
@@ -69,7 +70,9 @@ _RETRY_S = 30.0
 
 def _set_profile_variables() -> None:
     """Set the variables of the profile that are not set, such as credentials, as a launch does."""
-    layers = read_layers(ProfileStore.from_env(os.environ, Path.cwd()), os.environ, None)
+    profiles = ProfileStore.from_env(os.environ, Path.cwd())
+    console.print_notes(list_unused_files(profiles, os.environ))
+    layers = read_layers(profiles, os.environ, None)
     for layer in reversed(layers):
         for key, value in layer.values.items():
             if key.startswith("env."):

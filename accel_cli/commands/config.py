@@ -442,9 +442,9 @@ def _resolve(profile: str | None) -> tuple[Resolved, dict[str, tuple[Any, str]]]
     from accel_cli.planning.launch_options import Request
     from accel_cli.profile import planner
 
-    machine = planner.detect_machine(os.environ, cpu=False)
     request = Request("", options={} if profile is None else {"profile": profile})
-    resolved = planner.resolve(request, os.environ, machine).complete_engine()
+    resolved = planner.resolve(request, os.environ)
+    console.print_notes(resolved.notes)
     values = resolved.effective_values
     del values["schema_version"]  # of a file, not of a run
     return resolved, values

@@ -103,7 +103,9 @@ def _list_profile_values(machine: Machine) -> dict[str, str] | str:
 
     try:
         resolved = planner.resolve(Request("env"), os.environ, machine)
+        console.print_notes(resolved.notes)
     except UsageError as error:
+        console.print_notes(error.notes)
         return f"invalid: {error}"
     return {
         key: f"{console.mask_secrets(key, str(value))}  [{resolved.get_source(key)}]"

@@ -220,9 +220,9 @@ def _read_launcher_values(service: Service) -> dict[str, Any]:
 
     options = layers.parse_assignments(_list_assignments(service))
     values: dict[str, Any] = {}
-    for layer in layers.read_layers(
-        ProfileStore.from_env(os.environ, Path.cwd()), os.environ, service.profile, [options]
-    ):
+    profiles = ProfileStore.from_env(os.environ, Path.cwd())
+    console.print_notes(layers.list_unused_files(profiles, os.environ))
+    for layer in layers.read_layers(profiles, os.environ, service.profile, [options]):
         if layer.problems:
             raise ProfileError(list(layer.problems))
         if layer.values.get("launcher.kind", values.get("launcher.kind")) != values.get("launcher.kind"):

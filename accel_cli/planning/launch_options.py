@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from accel_runtime.environment.registry import Registry
 
@@ -15,6 +15,7 @@ __all__ = [
     "ForeignOption",
     "Kind",
     "LaunchOption",
+    "PlanCheck",
     "Request",
     "find_foreign_option",
     "list_foreign_options",
@@ -72,6 +73,13 @@ class ConfigFile:
     """The keys of the file that have no effect, with their values, and the reasons."""
 
 
+class PlanCheck(Protocol):
+    """What options of other launchers require of the plan."""
+
+    def check(self, environ: Mapping[str, str], num_nodes: int, num_processes: int, layout: str) -> None:
+        """Raise UsageError if the plan is not what the options mean."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A launch as requested: the script, and the options as typed."""
@@ -85,6 +93,10 @@ class Request:
     """True if the target is a module of accel, not a script of the user."""
     config_file: ConfigFile | None = None
     """The config file of Accelerate for this launch."""
+    translation: PlanCheck | None = None
+    """The translation of options of torchrun and Accelerate; None if all options are those of accel."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the command line, each a sentence."""
     for_pod: bool = False
     """Plan for the workers of a TPU pod, to which the user's own profile does not apply."""
 

@@ -203,6 +203,8 @@ class Plan:
     """The job, if a scheduler or a service starts the processes."""
     details: LaunchDetails | None = None
     """The facts for the record of the run; None if the command is not a launch."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before it runs, each a sentence."""
 
     def to_json(self) -> str:
         """Return the plan as JSON, for the process that replaces this one; jobs are submitted by this process itself."""
@@ -215,7 +217,15 @@ class Plan:
         data = json.loads(text)
         agent = AgentSettings(**data["agent"]) if data["agent"] else None
         details = LaunchDetails(**data["details"]) if data["details"] else None
-        return cls(**{**data, "argv": tuple(data["argv"]), "agent": agent, "details": details})
+        return cls(
+            **{
+                **data,
+                "argv": tuple(data["argv"]),
+                "notes": tuple(data["notes"]),
+                "agent": agent,
+                "details": details,
+            }
+        )
 
 
 def quote_for_bash(word: str) -> str:

@@ -14,7 +14,6 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from accel_cli import console
 from accel_cli.errors import Problem, ProfileError, UsageError
 from accel_cli.profile import store, yaml_io
 from accel_cli.profile.schema import SCHEMA_VERSION, SECTIONS, SETTINGS_SECTIONS, Profile, known_keys
@@ -38,6 +37,7 @@ __all__ = [
     "complete_path",
     "find_value",
     "flatten",
+    "list_unused_files",
     "nest",
     "parse_assignments",
     "read_environment",
@@ -125,17 +125,9 @@ def read_layers(
         if path.exists() and not (path.is_file() or path.is_dir()):
             # Reading a named pipe would block.
             raise UsageError(f"Cannot read {path}: it is not a regular file. Remove it, or use --no-profile.")
-    for file in profiles.find_misnamed_files():
-        console.note(
-            f"{file} is not used: the suffix of a profile is .yaml. Rename it: {file.with_suffix('.yaml').name}"
-        )
     if store.has_file(user):
         layers.append(read_file(user, "user"))
-    if project and (distrust := store.find_distrust(project, environ)):
-        console.note(
-            f"{project} is not used: {distrust}. Set {env.TRUSTED_PROJECTS}={project.parent} to use it."
-        )
-    elif project:
+    if project and not store.find_distrust(project, environ):
         layers.append(read_file(project, "project"))
     source = env.PROFILE if name is None else "--profile"
     name = (environ.get(env.PROFILE) or None) if name is None else name
@@ -151,6 +143,20 @@ def read_layers(
         layers.append(read_file(path, f"profile {name}"))
     layers += [*config, read_environment(environ), *options]
     return [layer for layer in layers if layer.values or layer.problems]
+
+
+def list_unused_files(profiles: ProfileStore, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a sentence for each file that looks like a profile, but is not read as a layer."""
+    project = profiles.find_project_file()
+    notes = [
+        f"{file} is not used: the suffix of a profile is .yaml. Rename it: {file.with_suffix('.yaml').name}"
+        for file in profiles.find_misnamed_files()
+    ]
+    if project and (distrust := store.find_distrust(project, environ)):
+        notes.append(
+            f"{project} is not used: {distrust}. Set {env.TRUSTED_PROJECTS}={project.parent} to use it."
+        )
+    return tuple(notes)
 
 
 def read_file(path: Path, name: str) -> Layer:

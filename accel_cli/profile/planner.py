@@ -1,31 +1,27 @@
-"""Resolve a launch request to a plan: the layers of the profile, the target, the nodes, and the model layout."""
+"""Two stages of a launch: `resolve` a request to the profile that it runs with, and `plan` what starts.
+
+`accel_cli.commands.launch` has the stages before and after them.
+"""
 
 from __future__ import annotations
 
-import errno
-import importlib.machinery
 import os
-import re
-import shlex
-import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from accel_cli import console, launchers
+from accel_cli import launchers
 from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.launcher import Launcher, LaunchSpec, Plan
 from accel_cli.launchers.torchrun import NODE_CHECK
 from accel_cli.planning import machine as hardware
-from accel_cli.planning.launch_options import Kind, LaunchOption, Request
+from accel_cli.planning.launch_options import LaunchOption, Request
 from accel_cli.planning.machine import Machine
-from accel_cli.planning.nested_launchers import NestedLauncher, find_nested_launcher
 from accel_cli.planning.nodes import NodeLayout, NodeOptions
-from accel_cli.planning.plan import join_for_bash
 from accel_cli.profile import layers, yaml_io
 from accel_cli.profile.layers import CONFIG_FILE, Layer, Resolved
 from accel_cli.profile.options import OPTIONS
@@ -46,18 +42,10 @@ from accel_runtime.environment.settings import (
     SettingsError,
     check_layout,
     find_engine_conflict,
-    find_nearest,
 )
 from accel_runtime.environment.topology import RankGrid
 
-__all__ = [
-    "build_plan",
-    "check_target",
-    "detect_machine",
-    "find_options_after_script",
-    "prepare",
-    "resolve",
-]
+__all__ = ["ResolvedLaunch", "build_plan", "detect_machine", "plan", "resolve"]
 
 _SEVERAL_PROCESSES = frozenset(
     f"launcher.{key}" for key in ("nproc_per_node", "nnodes", "rdzv_endpoint", "rdzv_id", "max_restarts")
@@ -83,83 +71,51 @@ _EXPORTING = frozenset({"local", "pod"})
 """Locations of launchers whose plan has the environment of the processes themselves."""
 
 
-def prepare(
-    request: Request, environ: Mapping[str, str], machine: Machine | None = None
-) -> tuple[Resolved, Plan]:
-    """Return the resolved profile and the plan of a request, for this machine unless another one is given."""
+@dataclass(frozen=True, kw_only=True)
+class ResolvedLaunch(Resolved):
+    """The profile of a launch, with what it was resolved for."""
+
+    request: Request
+    environ: Mapping[str, str]
+    """The environment of this process."""
+    machine: Machine
+    """The machine whose devices are used."""
+    nodes: NodeLayout
+    """The nodes of the run, and the rank of this one."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the layers, each a sentence."""
+
+
+# The profile of a launch
+
+
+def resolve(request: Request, environ: Mapping[str, str], machine: Machine | None = None) -> ResolvedLaunch:
+    """Return the profile of a request, for this machine unless another one is given.
+
+    Options override assignments (`--set`), these override the values that a scheduler sets, and these override the files
+    and variables of the profile. If none of them sets a launcher, the profile has the one that suits the machine.
+
+    Raises:
+        UsageError: A file, variable or option is invalid, or they contradict each other; its `notes` are those about files
+            that are not used.
+    """
+    if "cpu" in request.options and "gpu_ids" in request.options:
+        raise UsageError(
+            f"Cannot use --cpu with --gpu-ids {request.options['gpu_ids']}: they select different devices. Leave out one of "
+            "them."
+        )
     machine = machine or detect_machine(environ, cpu="cpu" in request.options)
-    resolved, node_layout = _resolve(request, environ, machine)
-    resolved = resolved.complete_engine()
-    profile, launcher = resolved.profile, resolved.profile.launcher
-    option_values = _get_launcher_options(request)
-    if option_values:
-        launchers.check_options(launcher.kind, option_values)
-    path = Path(request.target)
-    if request.kind == "script" and not launcher.replaces_process and path.exists() and not path.is_file():
-        raise UsageError(
-            f"Cannot run {request.target} in several processes: it is a pipe, which only one can read. Save it to a file, "
-            "or launch one process."
-        )
-    if request.kind == "program" and profile.settings.measure_flops:
-        raise UsageError(
-            f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
-            "measure_flops to false."
-        )
-    _check_process_group_backend(launcher, profile.settings.process_group_backend)
-    spec = LaunchSpec(
-        target=request.target,
-        args=request.args,
-        kind=request.kind,
-        settings=profile.settings,
-        env=profile.env,
-        # The environment of a pod's workers is not known here.
-        environ={} if request.for_pod else environ,
-        machine=machine,
-        python=sys.executable,
-        is_builtin=request.is_builtin,
-        nodes=node_layout,
-        option_values=option_values,
-        jobs_options=_format_jobs_options(request, launcher),
-    )
-    of_file = _select_file_variables(request, spec.settings)
-    if launcher.location not in _EXPORTING:
-        # The launch on each node exports for its own device, and keeps variables that mean the same.
-        spec = replace(spec, env={**of_file, **spec.env})
-    return resolved, build_plan(launcher, spec, of_file)
-
-
-def _select_file_variables(request: Request, settings: Settings) -> dict[str, str]:
-    """Return the variables of the config file of Accelerate that say what the launch does; none without a file."""
-    if (file := request.config_file) is None:
-        return {}
-    alone = layers.resolve([Layer(CONFIG_FILE, file.values, {"": file.name})])
-    return select_file_variables(settings, file.variables, alone.profile.settings)
-
-
-def _format_jobs_options(request: Request, launcher: Launcher) -> str:
-    """Return the options with which `accel jobs` finds a job that this launch submits."""
-    if launcher.location != "job":
-        return ""
-    from accel_cli.launchers.job_service import format_options  # noqa: PLC0415 - for launchers that submit jobs
-
-    keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
-    assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]
-    return format_options(request.options.get("profile"), assignments)
-
-
-def _check_process_group_backend(launcher: Launcher, name: str) -> None:
-    """Raise UsageError if the processes of a launcher do not have a process group backend."""
-    if launcher.supports_process_group_backend(name):
-        return
-    kinds = [kind for kind, other in LAUNCHERS.items() if name in other.process_group_backends]
-    instead = (
-        f"Use auto, or launcher.kind: {' or '.join(kinds)} with an image that has it."
-        if kinds
-        else "Use auto."
-    )
-    raise UsageError(
-        f"Invalid process_group_backend '{name}': its library is not installed here, and launcher.kind: {launcher.kind} does "
-        f"not bring it. {instead}"
+    profiles = None if "no_profile" in request.options else ProfileStore.from_env(environ, Path.cwd())
+    notes = layers.list_unused_files(profiles, environ) if profiles else ()
+    try:
+        found, nodes = _list_layers(request, environ, machine, profiles)
+        resolved = layers.resolve(_replace_file_values(request, found)).complete_engine()
+    except UsageError as error:
+        error.notes = notes
+        raise
+    parts = {field.name: getattr(resolved, field.name) for field in fields(resolved)}
+    return ResolvedLaunch(
+        **parts, request=request, environ=environ, machine=machine, nodes=nodes, notes=notes
     )
 
 
@@ -168,26 +124,11 @@ def detect_machine(environ: Mapping[str, str], *, cpu: bool) -> Machine:
     return Machine(count_cpus()) if cpu else hardware.detect_quickly(environ)
 
 
-# The layers of the profile
-
-
-def resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> Resolved:
-    """Return the effective profile; if no layer sets a launcher, with the one that suits the machine."""
-    return _resolve(request, environ, machine)[0]
-
-
-def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> tuple[Resolved, NodeLayout]:
-    """Return the effective profile and the nodes of the launch.
-
-    Options override assignments (`--set`), these override the values that a scheduler sets, and these override the files
-    and variables of the profile.
-    """
-    if "cpu" in request.options and "gpu_ids" in request.options:
-        raise UsageError(
-            f"Cannot use --cpu with --gpu-ids {request.options['gpu_ids']}: they select different devices. Leave out one of "
-            "them."
-        )
-    base = _read_layers(request, environ)
+def _list_layers(
+    request: Request, environ: Mapping[str, str], machine: Machine, profiles: ProfileStore | None
+) -> tuple[list[Layer], NodeLayout]:
+    """Return the layers of a launch, the weakest first, and its nodes."""
+    base = _read_layers(request, environ, profiles)
     base += _select_launcher(request, base)
     profile_kind = layers.find_value(base, "launcher.kind")
     assignments = layers.parse_assignments(request.options.get("set", ()), kind=profile_kind)
@@ -199,21 +140,21 @@ def _resolve(request: Request, environ: Mapping[str, str], machine: Machine) -> 
     # An invalid kind is reported with the other problems of the profile.
     launcher = LAUNCHERS[kind] if kind in LAUNCHERS else Launcher  # noqa: SIM401 - a kind may be a list
     options = _build_option_layers(request, kind, launcher)
-    layout = _find_nodes(request, environ, kind, launcher, machine)
-    if layout.ranks:
+    nodes = _find_nodes(request, environ, kind, launcher, machine)
+    if nodes.ranks:
         # Another launcher has started a process for each rank.
-        single = _build_layer(layout.source, {"launcher.kind": "single"})
+        single = _build_layer(nodes.source, {"launcher.kind": "single"})
         options = [layer for layer in options if _SEVERAL_PROCESSES.isdisjoint(layer.values)]
-        return layers.resolve(_replace_file_values(request, [*base, assignments, *options, single])), layout
+        return [*base, assignments, *options, single], nodes
     option_keys = {key for layer in options for key in layer.values}
-    derived = {f"launcher.{key}": value for key, value in layout.values.items()} if layout.source else {}
+    derived = {f"launcher.{key}": value for key, value in nodes.values.items()} if nodes.source else {}
     if not derived.keys() <= option_keys:
         node_launcher = kind if launcher.location == "pod" else "torchrun"
         derived = {key: value for key, value in derived.items() if key not in option_keys}
-        base.append(_build_layer(layout.source, {"launcher.kind": node_launcher, **derived}))
+        base.append(_build_layer(nodes.source, {"launcher.kind": node_launcher, **derived}))
     elif launcher.replaces_process:
         base += _choose_torchrun(options, _get_launcher_options(request))
-    return layers.resolve(_replace_file_values(request, [*base, assignments, *options])), layout
+    return [*base, assignments, *options], nodes
 
 
 def _replace_file_values(request: Request, found: list[Layer]) -> list[Layer]:
@@ -241,14 +182,13 @@ def _replace_file_values(request: Request, found: list[Layer]) -> list[Layer]:
     return [*found[:place], replace(found[place], values=kept), *above]
 
 
-def _read_layers(request: Request, environ: Mapping[str, str]) -> list[Layer]:
+def _read_layers(request: Request, environ: Mapping[str, str], profiles: ProfileStore | None) -> list[Layer]:
     """Return the layers of files and variables, or of variables only."""
     file = request.config_file
     config = [Layer(CONFIG_FILE, file.values, {"": file.name})] if file else []
-    if "no_profile" in request.options:
+    if profiles is None:
         return [layer for layer in (*config, layers.read_environment(environ)) if layer.values]
-    store = ProfileStore.from_env(environ, Path.cwd())
-    found = layers.read_layers(store, environ, request.options.get("profile"), config=config)
+    found = layers.read_layers(profiles, environ, request.options.get("profile"), config=config)
     return [layer for layer in found if not (request.for_pod and layer.name == "user")]
 
 
@@ -338,140 +278,106 @@ def _parse_value(option: LaunchOption, value: Any) -> Any:
     return yaml_io.scalar(value, option.flag)
 
 
-# The target
-
-_MAX_FIRST_LINE = 256
-"""The most bytes of the first line of a program that the kernel reads."""
+# The plan
 
 
-def check_target(target: str, kind: Kind, args: Sequence[str] = (), options: Sequence[str] = ()) -> None:
-    """Raise if the target cannot run, before anything starts.
+def plan(resolved: ResolvedLaunch) -> Plan:
+    """Return the plan of a launch.
 
-    Args:
-        target: The script, module or program.
-        kind: Which of them it is.
-        args: The arguments of the target.
-        options: The words of the command line before the target, for the command in the message.
+    Raises:
+        UsageError: The launcher cannot run it on this machine.
     """
-    if not target:
-        raise UsageError("Cannot run '': the name is empty. Check the variable that contains it.")
-    if nested := find_nested_launcher(target, kind, args):
+    request, profile, launcher = resolved.request, resolved.profile, resolved.profile.launcher
+    option_values = _get_launcher_options(request)
+    if option_values:
+        launchers.check_options(launcher.kind, option_values)
+    path = Path(request.target)
+    if request.kind == "script" and not launcher.replaces_process and path.exists() and not path.is_file():
         raise UsageError(
-            f"Cannot launch {nested.name}: {nested.reason}. {_format_unnested(nested, args, options)}"
+            f"Cannot run {request.target} in several processes: it is a pipe, which only one can read. Save it to a file, "
+            "or launch one process."
         )
-    if kind == "script":
-        _check_script(Path(target))
-    elif kind == "program":
-        _check_program(target)
-    elif kind == "module":
-        package = target.partition(".")[0]
-        if not package or not importlib.machinery.PathFinder.find_spec(package, [str(Path.cwd()), *sys.path]):
-            raise UsageError(
-                f"Module not found: {target!r}, in this folder or in {sys.prefix}. Give its name as for `python -m`."
-            )
-
-
-def _format_unnested(nested: NestedLauncher, args: Sequence[str], options: Sequence[str]) -> str:
-    """Return what to do instead of a launch of a launcher."""
-    if nested.words is None:
-        return f"Run it without accel launch: {join_for_bash((nested.name, *args))}."
-    kept = [word for word in options if word not in {"-m", "--module", "--no-python", "--no_python", "--"}]
-    return f"Launch the script itself: {join_for_bash(('accel', 'launch', *kept, *nested.words))}"
-
-
-def _check_program(target: str) -> None:
-    """Raise if a program does not exist, or if the interpreter in its first line does not, which the kernel does not name."""
-    path = shutil.which(target)
-    if not path:
+    if request.kind == "program" and profile.settings.measure_flops:
         raise UsageError(
-            f"Program not found: {target!r}. Check its name, its path, and that it is executable."
+            f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
+            "measure_flops to false."
         )
-    try:
-        with Path(path).open("rb") as file:
-            line = file.readline(_MAX_FIRST_LINE)
-    except OSError:  # it may be executed all the same
+    _check_process_group_backend(launcher, profile.settings.process_group_backend)
+    spec = LaunchSpec(
+        target=request.target,
+        args=request.args,
+        kind=request.kind,
+        settings=profile.settings,
+        env=profile.env,
+        # The environment of a pod's workers is not known here.
+        environ={} if request.for_pod else resolved.environ,
+        machine=resolved.machine,
+        python=sys.executable,
+        is_builtin=request.is_builtin,
+        nodes=resolved.nodes,
+        option_values=option_values,
+        jobs_options=_format_jobs_options(request, launcher),
+    )
+    of_file = _select_file_variables(request, spec.settings)
+    if launcher.location not in _EXPORTING:
+        # The launch on each node exports for its own device, and keeps variables that mean the same.
+        spec = replace(spec, env={**of_file, **spec.env})
+    planned = build_plan(launcher, spec, resolved.engine, of_file)
+    if request.translation and not request.for_pod:  # the number of processes of a pod is not known here
+        request.translation.check(resolved.environ, planned.nnodes, planned.nproc_per_node, planned.layout)
+    return planned
+
+
+def _select_file_variables(request: Request, settings: Settings) -> dict[str, str]:
+    """Return the variables of the config file of Accelerate that say what the launch does; none without a file."""
+    if (file := request.config_file) is None:
+        return {}
+    alone = layers.resolve([Layer(CONFIG_FILE, file.values, {"": file.name})])
+    return select_file_variables(settings, file.variables, alone.profile.settings)
+
+
+def _format_jobs_options(request: Request, launcher: Launcher) -> str:
+    """Return the options with which `accel jobs` finds a job that this launch submits."""
+    if launcher.location != "job":
+        return ""
+    from accel_cli.launchers.job_service import format_options  # noqa: PLC0415 - for launchers that submit jobs
+
+    keys = {"launcher.kind", *(f"launcher.{key}" for key in launcher.job_keys)}
+    assignments = [text for text in request.options.get("set", ()) if text.partition("=")[0] in keys]
+    return format_options(request.options.get("profile"), assignments)
+
+
+def _check_process_group_backend(launcher: Launcher, name: str) -> None:
+    """Raise UsageError if the processes of a launcher do not have a process group backend."""
+    if launcher.supports_process_group_backend(name):
         return
-    if not line.startswith(b"#!"):
-        return
-    words = os.fsdecode(line[2:]).rstrip("\n").strip(" \t").split(" ")
-    if line.endswith(b"\r\n"):
-        raise UsageError(
-            f"Cannot run {target}: its lines end as on Windows, so that the interpreter in its first line is {' '.join(words)!r}. "
-            f"Convert it: sed -i 's/\\r$//' {shlex.quote(path)}"
-        )
-    if words[0] and not Path(words[0]).exists():
-        raise UsageError(
-            f"Cannot run {target}: the interpreter in its first line, {words[0]!r}, does not exist. Correct the line."
-        )
-
-
-def _check_script(path: Path) -> None:
-    if path.suffix == ".ipynb":
-        raise UsageError(
-            f"Cannot run {path}: a notebook is not a script. Export it: jupyter nbconvert --to script {path}"
-        )
-    if path.is_dir():
-        raise UsageError(
-            f"Cannot run {path}: it is a directory. Give the script in it, or run a package with -m."
-        )
-    if not path.exists():
-        similar = _find_similar_path(path)
-        raise UsageError(
-            f"Script not found: {path}. {f'Did you mean {similar}?' if similar else 'Check its path.'}"
-        )
-    # Not by opening it: a pipe would lose its writer.
-    if not os.access(path, os.R_OK):
-        raise UsageError(
-            f"Cannot read the script {path}: {os.strerror(errno.EACCES)}. Change its permissions."
-        )
-
-
-def _find_similar_path(path: Path) -> Path | None:
-    """Return an existing file whose path differs in one similar name."""
-    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
-    if not missing.parent.is_dir():
-        return None
-    name = find_nearest(missing.name, [item.name for item in missing.parent.iterdir()])
-    similar = missing.parent / name / path.relative_to(missing) if name else path
-    return similar if similar.is_file() else None
-
-
-def find_options_after_script(request: Request, options: Iterable[str]) -> list[str]:
-    """Find `options` of `accel launch` among the arguments of a script that does not declare them.
-
-    Options of one letter, and those of a program (`--no-python`), are likely to be the script's own.
-    """
-    args = request.args[: request.args.index("--")] if "--" in request.args else request.args
-    launch_options = {name for name in options if name.startswith("--")} - {"--help"}
-    names = [argument.partition("=")[0] for argument in args]
-    names = [name for name in dict.fromkeys(names) if name.replace("_", "-") in launch_options]
-    if not names or request.kind == "program":
-        return []
-    from accel_cli.runner.forkserver import read_source  # noqa: PLC0415 - rarely needed
-
-    try:
-        source = read_source(request.kind, request.target).decode(errors="replace")
-    except (OSError, ImportError, ValueError):  # the script of a pod may be on its workers only
-        source = ""
-    return [name for name in names if not _declares(source, name)]
-
-
-def _declares(source: str, option: str) -> bool:
-    """Return True if the text of a script has an option, or reads or declares a parameter of its name."""
-    name = re.escape(option.removeprefix("--").replace("_", "-")).replace(r"\-", "[-_]")
-    pattern = rf"--{name}(?![-\w])|\.{name}\b(?!\s*\()|\b{name}\s*(:[ \t]*\w|=(?!=))"
-    return re.search(pattern, source) is not None
-
-
-# The plan, with the layout of models
+    kinds = [kind for kind, other in LAUNCHERS.items() if name in other.process_group_backends]
+    instead = (
+        f"Use auto, or launcher.kind: {' or '.join(kinds)} with an image that has it."
+        if kinds
+        else "Use auto."
+    )
+    raise UsageError(
+        f"Invalid process_group_backend '{name}': its library is not installed here, and launcher.kind: {launcher.kind} does "
+        f"not bring it. {instead}"
+    )
 
 
 def build_plan(
-    launcher: Launcher, spec: LaunchSpec, of_file: Mapping[str, str] = MappingProxyType({})
+    launcher: Launcher,
+    spec: LaunchSpec,
+    engine: EngineConfig | None = None,
+    of_file: Mapping[str, str] = MappingProxyType({}),
 ) -> Plan:
-    """Return the plan of a launch, with the layout of models; `of_file` are variables of a config file of Accelerate."""
+    """Return the plan of a launcher with the layout of models.
+
+    Args:
+        launcher: The launcher.
+        spec: The launch.
+        engine: The configuration of the engine; None if none is used.
+        of_file: Variables of a config file of Accelerate.
+    """
     launcher.check_layout(spec.settings)
-    engine = _read_engine(spec.settings)
     if not launcher.may_share_files:
         spec = replace(spec, settings=replace(spec.settings, shared_files=False))
     plan = launcher.plan(_locate_engine_file(launcher, spec))
@@ -485,14 +391,6 @@ def build_plan(
     return (
         _export_to_accelerate(spec, plan, world_sizes, of_file) if launcher.location in _EXPORTING else plan
     )
-
-
-def _read_engine(settings: Settings) -> EngineConfig | None:
-    """Return the configuration of the engine; None if none is used."""
-    try:
-        return settings.engine.read_config() if settings.engine else None
-    except SettingsError as error:
-        raise UsageError(str(error)) from None
 
 
 def _check_engine_device(spec: LaunchSpec, plan: Plan) -> None:
@@ -535,12 +433,12 @@ def _export_to_accelerate(
     user = user._replace(of_file=of_file)
     world_size = world_sizes[0] if len(world_sizes) == 1 else None
     export = build_export(spec.settings, plan.device, world_size, environ, user)
-    for sentence in export.replaced:
-        console.note(sentence)
     records = {EXPORTED: encode_variables(export.variables), ACCELERATE_LIMITS: export.report}
     # Also empty, in place of the records of a launch that this one is inside of.
     needed = {name: text for name, text in records.items() if text or name in environ}
-    return replace(plan, env={**plan.env, **export.variables, **needed})
+    return replace(
+        plan, env={**plan.env, **export.variables, **needed}, notes=(*plan.notes, *export.replaced)
+    )
 
 
 def _compute_layouts(spec: LaunchSpec, world_sizes: Sequence[int]) -> list[RankGrid]:

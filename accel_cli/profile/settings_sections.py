@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import override
 
+from accel_cli.errors import UsageError
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Answers, Choice, CountOrAuto, Question, Section
 from accel_runtime.environment.engines import ENGINES, EngineConfig
+from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.settings import (
     Compile,
@@ -95,6 +98,21 @@ class EngineSection(SettingsSection):
 
     summary: ClassVar[str]
     """The description of the section."""
+
+    def check_is_installed(self) -> None:
+        """Raise if the package of the engine is missing in this environment.
+
+        Raises:
+            UsageError: It is.
+        """
+        engine = self.settings
+        spec = find_spec(engine.package)
+        # A folder of this name, as for JSON files, has no origin.
+        if spec is None or spec.origin is None:
+            raise UsageError(
+                f"Cannot use {engine.key}: {engine.choice}: {engine.title} is not installed. Install it: "
+                f"{format_install(engine.package, extra=engine.package)}"
+            )
 
     def complete(self, resolved: Any) -> Any:
         """Return the `Resolved` profile with the values that the engine's file decides, and the configuration.

@@ -153,12 +153,14 @@ def _load_existing(target: Path, detected: Machine) -> tuple[dict[str, Any], dic
         return {}, {}
     try:
         layer = layers.read_file(target, "file")
-        profile = layers.resolve([layer]).profile
+        resolved = layers.resolve([layer]).complete_engine()
+        profile = resolved.profile
         if profile.launcher.location != "job":
             # The plan is never run: it fails if the answers suggested from this file could not launch.
             planner.build_plan(
                 profile.launcher,
                 LaunchSpec("train.py", (), "script", profile.settings, {}, {}, detected, python="python"),
+                resolved.engine,
             )
     except UsageError as error:
         console.note(f"cannot use {target} on this machine, so the wizard suggests defaults: {error}")

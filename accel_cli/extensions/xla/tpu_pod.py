@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from accel_cli.planning.launch_options import Request
     from accel_cli.planning.plan import Plan
     from accel_cli.profile.layers import Resolved
+    from accel_cli.profile.planner import ResolvedLaunch
 
 __all__ = ["Pod", "app", "find_folder", "prepare"]
 
@@ -86,18 +87,18 @@ def pod(  # noqa: PLR0913 - options of the command
     import shutil
 
     from accel_cli import console
+    from accel_cli.commands import plan_view
     from accel_cli.errors import UsageError
     from accel_cli.launchers.single import Single
     from accel_cli.planning.plan import join_for_bash
-    from accel_cli.profile import planner
 
-    request = _parse_launch(context, launch_args)
-    if folder is None:
-        # In another folder, the workers may have a script that is missing here.
-        planner.check_target(request.target, request.kind, request.args)
+    # In another folder, the workers may have a script that is missing here.
+    request = _parse_launch(context, launch_args, is_here=folder is None)
+    console.print_notes(request.notes)
     resolved, plan = prepare(Pod(name, zone, project, folder, setup or ()), request, os.environ)
+    console.print_notes((*resolved.notes, *plan.notes))
     if "dry_run" in request.options or "explain" in request.options:
-        console.plain(launch.format_plan(plan, resolved if "explain" in request.options else None))
+        console.plain(plan_view.format_plan(plan, resolved if "explain" in request.options else None))
         return
     quiet = "quiet" in request.options
     if not run:
@@ -113,15 +114,16 @@ def pod(  # noqa: PLR0913 - options of the command
             "(https://cloud.google.com/sdk/docs/install), or leave out --run and run the printed command elsewhere."
         )
     if not quiet:
-        console.note(launch.format_headline(plan, resolved))
+        console.note(plan_view.format_headline(plan, resolved))
     raise typer.Exit(Single().run(plan))
 
 
-def _parse_launch(context: typer.Context, args: Sequence[str]) -> Request:
+def _parse_launch(context: typer.Context, args: Sequence[str], *, is_here: bool) -> Request:
     """Return the request for arguments of `accel launch`."""
     from dataclasses import replace
 
-    return replace(launch.build_request(parse_launch(launch.app, args, context)), for_pod=True)
+    parsed = parse_launch(launch.app, args, context)
+    return replace(launch.parse(parsed, is_here=is_here), for_pod=True)
 
 
 def find_folder(folder: str | None) -> str:
@@ -139,7 +141,7 @@ def find_folder(folder: str | None) -> str:
     return str(path)
 
 
-def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Resolved, Plan]:
+def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[ResolvedLaunch, Plan]:
     """Return the resolved profile, and the plan whose command launches it on every worker.
 
     Args:
@@ -170,7 +172,8 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     # A worker is assumed to have the packages; its own `accel launch` checks them.
     devices = XlaDevices(Tpu(("TPU",), "accel xla pod"), Packages("2.9.0", "2.9.0", "installed"))
     worker = Machine(1, others=(devices,))
-    resolved, plan = planner.prepare(request, environ, worker)
+    resolved = planner.resolve(request, environ, worker)
+    plan = planner.plan(resolved)
     if plan.launcher != (needed := launchers.suggest_launcher(worker)):
         raise UsageError(
             f"Cannot run on a TPU pod with launcher.kind: {plan.launcher} (from {resolved.get_source('launcher.kind')}): it "
@@ -196,6 +199,7 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
         env={},
         device=f"TPU pod {pod.name}",
         target=request.target,
+        notes=plan.notes,
     )
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support import plans
 from support.commands import call_accel, run_accel
 
 from accel_cli.accelerate.config_file import build_config
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.profile import planner, yaml_io
+from accel_cli.profile import yaml_io
 from accel_runtime.environment.accelerate.launch import FP8_OVERRIDES
 
 FILES = json.loads(
@@ -111,7 +112,7 @@ def prepare(file, environ=(), **options):
     options = {key: value for key, value in {"no_profile": True, **options}.items() if value}
     request = Request("train.py", options=options, config_file=config)
     machine = XPUS if file.get("distributed_type") == "MULTI_XPU" else GPUS
-    return planner.prepare(request, dict(environ), machine)
+    return plans.prepare(request, dict(environ), machine)
 
 
 def get_variables(text, environ=(), **options):
@@ -186,7 +187,7 @@ def test_the_nodes_of_a_job_get_the_variables_of_the_file(text, script):
     data = yaml_io.parse(globals()[text], "x").data
     job = prepare(data, set=("launcher.kind=slurm", "launcher.nproc_per_node=2"))[1]
     options = {"no_profile": True, "set": ("launcher.kind=torchrun",), "nproc_per_node": "2"}
-    node = planner.prepare(Request("train.py", options=options), job.env, GPUS)[1]
+    node = plans.prepare(Request("train.py", options=options), job.env, GPUS)[1]
     assert select_variables({**job.env, **node.env}) == get_variables(globals()[text])
 
 
@@ -346,14 +347,13 @@ def test_a_mistake_in_a_section_that_is_passed_on_is_an_error():
 
 
 def test_the_default_file_of_accelerate_is_named_if_there_is_no_profile(cwd, monkeypatch):
-    from accel_cli.commands.launch import format_headline
+    from accel_cli.commands.plan_view import format_headline
     from accel_cli.planning.launch_options import Request
     from accel_cli.planning.machine import Machine
-    from accel_cli.profile import planner
 
     monkeypatch.setenv("HF_HOME", str(cwd / "cache"))
     (cwd / "train.py").write_text("")
-    resolved, plan = planner.prepare(Request("train.py"), {}, Machine(2))
+    resolved, plan = plans.prepare(Request("train.py"), {}, Machine(2))
     assert "detected defaults (accel config writes one)" in format_headline(plan, resolved)
     (cwd / "cache" / "accelerate").mkdir(parents=True)
     (cwd / "cache" / "accelerate" / "default_config.yaml").write_text("distributed_type: NO\n")

@@ -3,11 +3,11 @@
 from functools import partial
 
 import pytest
+from support import plans
 from support.commands import call_accel
 
-from accel_cli.commands.launch import format_headline
+from accel_cli.commands.plan_view import format_headline
 from accel_cli.planning.launch_options import Request
-from accel_cli.profile import planner
 
 PRINTS = "import sys\nprint(sys.argv)\n"
 
@@ -83,6 +83,33 @@ def test_a_rejected_launch_writes_its_error_to_the_failure_file(cwd, capfd, monk
 )
 def test_the_headline_advises_a_profile_unless_an_option_names_the_launcher(cwd, kind, profile):
     options = {"no_profile": True, "cpu": True, "set": [f"launcher.kind={kind}"] if kind else []}
-    resolved, plan = planner.prepare(Request("train.py", options=options), {})
+    resolved, plan = plans.prepare(Request("train.py", options=options), {})
     assert f"; profile: {profile}" in format_headline(plan, resolved)
     assert ("accel config" in format_headline(plan, resolved)) is (kind is None)
+
+
+def test_notes_about_unused_files_precede_the_error_of_a_launch(cwd, script, capfd):
+    script(PRINTS)
+    (cwd / "accel.yml").write_text("device: cpu\n")
+    result = call_accel(capfd, "launch", "--dry-run", "--profile", "absent", "train.py")
+    note, error = result.stderr.splitlines()
+    assert note.startswith(f"accel: {cwd / 'accel.yml'} is not used")
+    assert error.startswith("accel: error: Profile 'absent'")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("launch", "--dry-run", "train.py"),
+        ("config", "show"),
+        ("env",),
+        ("logs",),
+        ("jobs", "list", "--launcher", "slurm"),
+    ],
+)
+def test_each_command_that_reads_the_profile_names_the_files_that_it_does_not_use(
+    cwd, script, capfd, command
+):
+    script(PRINTS)
+    (cwd / "accel.yml").write_text("device: cpu\n")
+    assert call_accel(capfd, *command).stderr.count("accel.yml is not used") == 1

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import ValidationError
+from support import plans
 from support.commands import call_accel
 from support.launchers import page_launcher
 from support.launchers.launch_specs import build_spec
 
-from accel_cli.commands.launch import format_plan
+from accel_cli.commands.plan_view import format_plan
 from accel_cli.errors import UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS, list_options
@@ -92,7 +93,7 @@ def assign(kind, **keys):
 def prepare(kind, **options):
     """Return the plan of a command line that selects a launcher."""
     request = Request("train.py", ARGUMENTS, options={"set": assign(kind), **options})
-    return planner.prepare(request, {"ACCEL_HOME": os.environ["ACCEL_HOME"]}, MACHINE)[1]
+    return plans.prepare(request, {"ACCEL_HOME": os.environ["ACCEL_HOME"]}, MACHINE)[1]
 
 
 def list_files(folder):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from support.plans import prepare
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.launcher import GPU_VARIABLES, LaunchSpec
@@ -11,7 +12,6 @@ from accel_cli.launchers.torchrun import Torchrun
 from accel_cli.planning import machine
 from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.profile.planner import prepare
 from accel_cli.profile.schema import Profile
 from accel_runtime.environment.settings import Settings
 

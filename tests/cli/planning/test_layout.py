@@ -1,8 +1,9 @@
 """The layout of models in a plan, and its errors."""
 
 import pytest
+from support import plans
 
-from accel_cli.commands.launch import format_headline, format_plan
+from accel_cli.commands.plan_view import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS
@@ -110,7 +111,7 @@ def test_ranks_of_another_launcher_are_counted_in_the_layout(monkeypatch):
 
 def test_a_launch_prints_its_layout_or_an_error_of_planning(cwd):
     sizes = ("parallel.dp_shard=2", "parallel.tp=2")
-    resolved, plan = planner.prepare(
+    resolved, plan = plans.prepare(
         Request("x.py", options={"nproc_per_node": "4", "cpu": True, "set": sizes}), {}
     )
     assert "mixed precision no, dp_shard 2 x tp 2; profile" in format_headline(plan, resolved)
@@ -118,11 +119,11 @@ def test_a_launch_prints_its_layout_or_an_error_of_planning(cwd):
     assert "parallel.dp_shard: 2  [--set]" in format_plan(plan, resolved)
     assert plan.env["ACCEL_PARALLEL_DP_SHARD"] == "2"
     with pytest.raises(UsageError, match="there are 3 processes"):
-        planner.prepare(Request("x.py", options={"nproc_per_node": "3", "cpu": True, "set": sizes}), {})
+        plans.prepare(Request("x.py", options={"nproc_per_node": "3", "cpu": True, "set": sizes}), {})
 
 
 def test_a_launch_of_replicated_models_prints_no_layout(cwd):
-    resolved, plan = planner.prepare(Request("x.py", options={"nproc_per_node": "2", "cpu": True}), {})
+    resolved, plan = plans.prepare(Request("x.py", options={"nproc_per_node": "2", "cpu": True}), {})
     assert plan.layout == ""
     assert "layout" not in format_plan(plan, None)
     assert "dp_" not in format_headline(plan, resolved)
@@ -131,7 +132,7 @@ def test_a_launch_of_replicated_models_prints_no_layout(cwd):
 def test_names_of_fsdp1_are_an_error_with_their_replacement(cwd):
     for key in ("fully_shard.sharding_strategy", "fully_shard.fsdp_backward_prefetch", "use_orig_params"):
         with pytest.raises(ProfileError, match=f"{key}: this is an option of FSDP1; under fully_shard, "):
-            planner.prepare(Request("x.py", options={"set": (f"{key}=x",)}), {})
+            plans.prepare(Request("x.py", options={"set": (f"{key}=x",)}), {})
 
 
 def test_every_launcher_declares_if_it_supports_sharding():

@@ -2,13 +2,13 @@ import os
 from dataclasses import replace
 
 import pytest
+from support import plans
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
 from accel_cli.profile import planner
-from accel_cli.profile.planner import check_target
 from accel_cli.profile.store import write
 
 CPU = Machine(8)
@@ -65,68 +65,6 @@ def test_an_invalid_number_of_processes_is_an_error(cwd, count):
 def test_two_nodes_need_a_rendezvous_endpoint(cwd):
     with pytest.raises(ProfileError, match="rdzv_endpoint"):
         resolved(nnodes="2")
-
-
-@pytest.mark.parametrize(
-    ("target", "kind", "message"),
-    [
-        ("gone.py", "script", "Script not found: gone.py. Check its path."),
-        ("trian.py", "script", "Did you mean train.py?"),
-        (".", "script", "Cannot run .: it is a directory"),
-        ("no_such_module_x", "module", "Module not found: 'no_such_module_x'"),
-        ("no-such-program-x", "program", "Program not found: 'no-such-program-x'"),
-        ("", "script", "Cannot run '': the name is empty."),
-        ("nb.ipynb", "script", "Cannot run nb.ipynb: a notebook is not a script."),
-    ],
-)
-def test_a_target_that_cannot_run_is_an_error(cwd, target, kind, message):
-    (cwd / "train.py").write_text("")
-    with pytest.raises(UsageError) as caught:
-        check_target(target, kind)
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "#!/bin/sh\r\n",
-            r"Cannot run ./run: its lines end as on Windows, .* is '/bin/sh\\r'. Convert it: sed -i",
-        ),
-        ("#! /usr/bin/env python -u\r\n", r"is '/usr/bin/env python -u\\r'"),
-        (
-            "#!/no/such/python -u\n",
-            "the interpreter in its first line, '/no/such/python', does not exist. Correct",
-        ),
-    ],
-)
-def test_a_program_whose_interpreter_does_not_exist_is_an_error(cwd, line, message):
-    (cwd / "run").write_text(f"{line}echo\n", newline="")
-    (cwd / "run").chmod(0o755)
-    with pytest.raises(UsageError, match=message):
-        check_target("./run", "program")
-    (cwd / "run").write_text("#!/usr/bin/env sh\necho\n")
-    check_target("./run", "program")
-
-
-@pytest.mark.parametrize(
-    ("target", "kind"),
-    [("train.py", "script"), ("json.tool", "module"), ("train", "module"), ("sh", "program")],
-)
-def test_targets_that_can_run_are_accepted(cwd, target, kind):
-    (cwd / "train.py").write_text("")
-    check_target(target, kind)
-
-
-def test_a_script_that_is_a_pipe_is_for_one_process_and_is_not_opened(cwd):
-    os.mkfifo("pipe.py")
-    check_target("pipe.py", "script")  # opening it would block
-    planner.prepare(Request("pipe.py", options={"cpu": True}), os.environ)
-    with pytest.raises(
-        UsageError,
-        match=r"Cannot run pipe.py in several processes: it is a pipe, which only one can read\. Save it",
-    ):
-        planner.prepare(Request("pipe.py", options={"cpu": True, "nproc_per_node": "2"}), os.environ)
 
 
 def test_one_process_is_kept_with_torchrun_from_an_assignment(cwd):
@@ -201,7 +139,7 @@ def test_one_restart_selects_torchrun(cwd):
 )
 def test_resume_is_an_option_a_key_and_a_variable(cwd, request_, environ, message):
     request = Request("x.py", options={**request_, "cpu": True})
-    resolved_profile, plan = planner.prepare(request, environ, CPU)
+    resolved_profile, plan = plans.prepare(request, environ, CPU)
     assert plan.env["ACCEL_RESUME"] == "1"
     assert resolved_profile.get_source("resume") == message
 
@@ -215,7 +153,7 @@ def test_resume_is_off_by_default(cwd):
 
 def planned(machine, environ=None, **request):
     environ = {"ACCEL_HOME": os.environ["ACCEL_HOME"], **(environ or {})}
-    return planner.prepare(Request("x.py", options=request), environ, machine)[1]
+    return plans.prepare(Request("x.py", options=request), environ, machine)[1]
 
 
 def test_a_tpu_selects_xla_unless_another_device_is_set(cwd):

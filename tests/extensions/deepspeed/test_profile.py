@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support import plans
 from support.commands import call_accel
 
 from accel_cli.errors import UsageError
@@ -12,7 +13,7 @@ from accel_cli.extensions.sagemaker import service
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
-from accel_cli.profile import planner, yaml_io
+from accel_cli.profile import yaml_io
 
 FILE = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
@@ -205,7 +206,7 @@ def test_a_job_of_sagemaker_gets_the_path_in_its_source(accel, tmp_path):
         "deepspeed": {"stage": "auto", "config_file": "conf/ds.json"},
     }
     (tmp_path / "accel.yaml").write_text(yaml_io.dump(profile))
-    plan = planner.prepare(Request("train.py"), {}, Machine(1))[1]
+    plan = plans.prepare(Request("train.py"), {}, Machine(1))[1]
     assert plan.job.run["settings"]["ACCEL_DEEPSPEED_CONFIG_FILE"] == "conf/ds.json"
     (tmp_path / "conf/.gitignore").write_text("*\n")
     with pytest.raises(UsageError, match=r"conf/ds\.json is needed, but is not sent"):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
+from support import plans
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError
@@ -142,7 +143,7 @@ def test_accel_launch_on_a_host_has_the_settings_and_launcher_of_the_profile(tre
     hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_MASTER_PORT": "7777"}
     request = Request("train.py", options={"no_profile": True, "set": sets[1::2]})
     machine = Machine(8, "cuda", ("A100",) * 4)
-    resolved, plan = planner.prepare(request, {**hosts, **run["settings"]}, machine)
+    resolved, plan = plans.prepare(request, {**hosts, **run["settings"]}, machine)
     assert resolved.profile.settings == Settings(**shape, shared_files=False)
     launcher = resolved.profile.launcher
     assert (launcher.kind, launcher.nnodes, launcher.rdzv_endpoint) == ("torchrun", 2, "algo-1:7777")

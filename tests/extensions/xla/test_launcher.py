@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
+from support import plans
 
-from accel_cli.commands.launch import format_headline, format_plan
+from accel_cli.commands.plan_view import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.launcher import Xla
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
@@ -14,7 +15,6 @@ from accel_cli.launchers.launcher import LaunchSpec
 from accel_cli.planning.launch_options import Request
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout
-from accel_cli.profile import planner
 from accel_runtime.environment.settings import Settings
 
 PAIR = Packages("2.9.0", "2.9.0", "0.0.21")
@@ -133,7 +133,7 @@ def test_the_hosts_of_a_pod_are_nodes_of_a_rendezvous():
 
 def prepared(*assignments, **options):
     typed = {"set": ("launcher.kind=xla", *assignments), "no_profile": True, **options}
-    return planner.prepare(Request("train.py", options=typed), {}, TPU)
+    return plans.prepare(Request("train.py", options=typed), {}, TPU)
 
 
 @pytest.mark.parametrize(("typed", "replicas"), [("1", 1), ("all", "all"), ("auto", "all")])
