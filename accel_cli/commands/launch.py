@@ -181,11 +181,11 @@ def _start(request: Request) -> int:
     from accel_cli.commands import plan_view
     from accel_cli.profile import planner
 
-    console.print_notes(request.notes)
     resolved = planner.resolve(request, os.environ)
     console.print_notes(resolved.notes)
     plan = planner.plan(resolved)
-    console.print_notes(plan.notes)
+    # Only now is the command known to be the same as a translated one.
+    console.print_notes((*request.notes, *plan.notes))
     return 0 if plan_view.show_plan(plan, resolved) else run(plan, resolved)
 
 

@@ -94,9 +94,8 @@ def pod(  # noqa: PLR0913 - options of the command
 
     # In another folder, the workers may have a script that is missing here.
     request = _parse_launch(context, launch_args, is_here=folder is None)
-    console.print_notes(request.notes)
     resolved, plan = prepare(Pod(name, zone, project, folder, setup or ()), request, os.environ)
-    console.print_notes((*resolved.notes, *plan.notes))
+    console.print_notes((*resolved.notes, *request.notes, *plan.notes))
     if "dry_run" in request.options or "explain" in request.options:
         console.plain(plan_view.format_plan(plan, resolved if "explain" in request.options else None))
         return
