@@ -258,7 +258,7 @@ def test_only_the_tables_name_an_extension():
 
 WORDS_ELSEWHERE = {
     "public names, keys, options and variables of Accelerate, with the advice about them": {
-        "accel_cli/accelerate/config_rules.py": "tpu tpus xla",
+        "accel_cli/accelerate/config_conversion.py": "tpu tpus xla",
         "accel_cli/accelerate/config_values.py": "tpu xla",
         "accel_cli/accelerate/foreign_options.py": "tpu xla",
         "accel_cli/accelerate/variables.py": "tpu",

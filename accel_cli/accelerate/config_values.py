@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from accel_cli.console import mask_secrets
 from accel_cli.planning.network import Endpoint
+from accel_cli.profile.layers import flatten
+from accel_cli.profile.schema import Profile
 from accel_cli.profile.validation_errors import did_you_mean, one_of
 from accel_runtime.environment.accelerate import launch, sharding
 from accel_runtime.environment.accelerate.setting import Choices, ConfigSection, IntegerRange, Setting, Values
 from accel_runtime.environment.accelerate.sharding import EngineWords, Fsdp1Strategy
 from accel_runtime.environment.registry import Registry
-from accel_runtime.environment.settings import Parallel, SettingsError, find_nearest
+from accel_runtime.environment.settings import find_nearest
 
 __all__ = [
     "EMPTY",
-    "ENGINE_READERS",
+    "ENGINE_RULES",
     "OFF",
     "SHARDING_TYPES",
     "AccelerateConfig",
     "Answer",
-    "EngineReader",
     "EngineRules",
     "InvalidValueError",
     "JobRules",
     "KeyRule",
     "Parser",
+    "add_prefix",
     "build_parser",
     "build_rule",
+    "by_meaning",
     "choice",
     "drop",
     "dropped",
@@ -46,7 +49,6 @@ __all__ = [
     "parse_instance_type",
     "parse_mapping",
     "parse_or",
-    "parse_strategy",
     "parse_text",
     "parse_texts",
     "same",
@@ -252,20 +254,6 @@ def parse_or(values: Values, value: Any, default: Any) -> Any:
         return default
 
 
-def parse_strategy(value: Any) -> Fsdp1Strategy:
-    """Return a sharding strategy of FSDP1, also from its number, or from FSDP2's `reshard_after_forward`."""
-    word = build_parser(sharding.SHARDING_STRATEGY.values)(value).lower()
-    strategy = sharding.find_strategy({"true": "full_shard", "false": "shard_grad_op"}.get(word, word))
-    return strategy or sharding.STRATEGIES[0]
-
-
-SHARDING_TYPES = {
-    **{section.key: section.distributed_type for section in launch.SECTIONS if section.distributed_type},
-    **{engine.file.key: engine.section.distributed_type for engine in sharding.ENGINES},
-}
-"""The `distributed_type` that uses a section."""
-
-
 def add_prefix(values: Mapping[str, Any], section: ConfigSection) -> dict[str, Any]:
     """Return the values of a section that are set, by full key; Accelerate adds the prefix to keys without it."""
     prefix = section.prefix
@@ -276,79 +264,72 @@ def add_prefix(values: Mapping[str, Any], section: ConfigSection) -> dict[str, A
     }
 
 
-class EngineReader(Protocol):
-    """The settings of an engine that decide how other keys are converted."""
-
-    def read_precision(self, config: AccelerateConfig) -> str:
-        """Return the number format of the engine's file; `no` without one."""
-
-    def is_sharded(self, config: AccelerateConfig) -> bool:
-        """Return True if the engine shards models."""
-
-    def list_values(self, config: AccelerateConfig) -> dict[str, Any]:
-        """Return the values of the engine's section that follow from its use alone, by dotted key of the profile."""
-
-    def find_conflicts(self, config: AccelerateConfig) -> Iterator[tuple[str, str, str]]:
-        """Yield the values that exclude each other: key, expectation, value."""
+def get_default(key: str) -> Any:
+    """Return the default of a dotted key of the profile."""
+    return flatten(Profile().model_dump())[key]
 
 
-ENGINE_READERS: Registry[EngineReader] = Registry(
-    {
-        "deepspeed": "accel_cli.extensions.deepspeed.accelerate_rules:READER",
-    }
-)
-"""The reader of each engine's section in a config file, and of the file that it may name."""
+SHARDING_TYPES = {
+    **{section.key: section.distributed_type for section in launch.SECTIONS if section.distributed_type},
+    **{engine.file.key: engine.section.distributed_type for engine in sharding.ENGINES},
+}
+"""The `distributed_type` that uses a section."""
 
 
 @dataclass(frozen=True)
 class AccelerateConfig:
-    """Keys that decide how other keys are converted, with Accelerate's defaults."""
+    """A config file: its keys with valid values, and the meaning of the variables that Accelerate sets for it."""
 
-    compute_environment: str = launch.LOCAL
-    distributed_type: str = "NO"
-    num_processes: int = -1
-    num_machines: int = 1
-    main_process_ip: str = ""
-    main_process_port: int | None = None
-    mixed_precision: str = ""
-    fp16: bool = False
-    use_cpu: bool = False
-    ec2_instance_type: str = ""
-    image_uri: str = ""
-    additional_args: Mapping[str, Any] = field(default_factory=dict)
-    fsdp_config: Mapping[str, Any] = field(default_factory=dict)
-    parallelism_config: Mapping[str, Any] = field(default_factory=dict)
-    tp_config: Mapping[str, Any] = field(default_factory=dict)
-    dynamo_backend: str = ""
-    dynamo_config: Mapping[str, Any] = field(default_factory=dict)
-    engine_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The sections of engines, by key."""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """The keys with valid values, parsed; those of a section are keys of its value."""
     engine_file: Mapping[str, Any] | None = None
     """The JSON file that the section of an engine names, parsed; None if there is no such file."""
     engine_path: str = ""
     """The path of that file; empty if there is no such file."""
-    sharding: str = "fully_shard"
+    target: str = "fully_shard"
     """The section of the profile that the settings of an engine become."""
     job_launcher: str = ""
     """The launcher of a `compute_environment` whose scripts are jobs; empty if they run on this machine."""
+    precision: str = "no"
+    """The number format: of the file itself, of its early key, or of the engine's file."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The values of the profile that the variables mean, without defaults, by dotted key."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The variable that each of them comes from."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """The reasons why variables have no effect, by their names."""
+    strategy: Fsdp1Strategy = sharding.STRATEGIES[0]
+    """The strategy of the section of FSDP, in the terms of FSDP1."""
 
     @property
-    def _launch(self) -> tuple[str, str]:
-        return (
-            (self.job_launcher, "auto")
-            if self.job_launcher
-            else launch.DISTRIBUTED_TYPES[self.distributed_type]
-        )
+    def distributed_type(self) -> str:
+        """Return the word that decides the launcher and the device."""
+        return str(self.keys.get(launch.DISTRIBUTED_TYPE.key, "NO"))
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of processes on all nodes; -1 if it is left open."""
+        return int(self.keys.get(launch.NUM_PROCESSES.key, -1))
+
+    @property
+    def num_machines(self) -> int:
+        """Return the number of nodes."""
+        return int(self.keys.get(launch.NUM_MACHINES.key, 1))
 
     @property
     def launcher(self) -> str:
         """Return `launcher.kind` of the profile."""
-        return self._launch[0]
+        return self.job_launcher or launch.DISTRIBUTED_TYPES[self.distributed_type][0]
+
+    @property
+    def device_of_type(self) -> str:
+        """Return the device of the word that decides the launcher."""
+        return "auto" if self.job_launcher else launch.DISTRIBUTED_TYPES[self.distributed_type][1]
 
     @property
     def device(self) -> str:
         """Return the device of the profile."""
-        return "cpu" if self.use_cpu else self._launch[1]
+        return "cpu" if self.keys.get(launch.USE_CPU.key) else self.device_of_type
 
     @property
     def is_tpu(self) -> bool:
@@ -361,14 +342,6 @@ class AccelerateConfig:
         return self.launcher == "torchrun"
 
     @property
-    def precision(self) -> str:
-        """Return the number format: of the file itself, of its early key, or of the engine's file."""
-        if self.mixed_precision or self.fp16:
-            return self.mixed_precision or "fp16"
-        # The file of an engine that is kept decides at the launch.
-        return "no" if self.keeps_engine or not self._reader else self._reader.read_precision(self)
-
-    @property
     def needs_rendezvous(self) -> bool:
         """Return True if several nodes have to find each other."""
         return self.is_multi_process and self.num_machines > 1
@@ -376,77 +349,41 @@ class AccelerateConfig:
     @property
     def endpoint(self) -> Endpoint:
         """Return the address and port of the rendezvous."""
-        return Endpoint(self.main_process_ip, self.main_process_port or _DEFAULT_PORT)
-
-    @property
-    def compiler(self) -> str:
-        """Return the backend of `torch.compile`, as torch spells it; `no` if nothing is compiled."""
-        backend = add_prefix(self.dynamo_config, launch.DYNAMO).get(launch.DYNAMO_SETTINGS[0].key)
-        return str(backend or self.dynamo_backend or "no").lower()
-
-    @property
-    def fsdp(self) -> dict[str, Any]:
-        """Return the values of `fsdp_config` by full key."""
-        return add_prefix(self.fsdp_config, sharding.FSDP)
-
-    @property
-    def fsdp_strategy(self) -> Fsdp1Strategy:
-        """Return the strategy of `fsdp_config`, in the terms of FSDP1."""
-        value = self.fsdp.get(sharding.SHARDING_STRATEGY.key)
-        if value is None or normalize(self.fsdp.get(sharding.VERSION.key, 1)) != "1":
-            value = self.fsdp.get(sharding.RESHARD_AFTER_FORWARD.key, True)
-        try:
-            return parse_strategy(value)
-        except InvalidValueError:
-            return sharding.STRATEGIES[0]
+        port = self.keys.get(launch.MAIN_PROCESS_PORT.key)
+        return Endpoint(self.keys.get(launch.MAIN_PROCESS_IP.key, ""), port or _DEFAULT_PORT)
 
     @property
     def engine(self) -> EngineWords | None:
         """Return the words of the engine that the file uses; None if it uses none, or accel has none for it."""
-        return next(
-            (
-                engine
-                for engine in sharding.ENGINES
-                if engine.section.distributed_type == self.distributed_type
-                and engine.name in ENGINE_READERS.names
-            ),
-            None,
-        )
-
-    @property
-    def _reader(self) -> EngineReader | None:
-        return ENGINE_READERS[self.engine.name] if self.engine else None
+        found = (each for each in sharding.ENGINES if each.section.distributed_type == self.distributed_type)
+        return next((engine for engine in found if engine.name in ENGINE_RULES.names), None)
 
     @property
     def keeps_engine(self) -> bool:
         """Return True if the profile uses the engine."""
-        return self.engine is not None and self.sharding == self.engine.name
+        return self.engine is not None and self.target == self.engine.name
 
     @property
     def engine_values(self) -> dict[str, Any]:
         """Return the values of the engine's section that follow from its use alone, by dotted key of the profile."""
-        return self._reader.list_values(self) if self._reader and self.keeps_engine else {}
+        if self.engine is None or not self.keeps_engine:
+            return {}
+        given = self.get_section(self.engine.section)
+        implied = {each.variable for each in self.engine.section.settings if each.key not in given}
+        key = self.engine.switch.profile_key
+        return {
+            name: value for name, value in self.values.items() if name == key or self.sources[name] in implied
+        }
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """Return the section `parallel` of the profile, without sizes of 1."""
-        if self.explain_single_process() or self.keeps_engine:
-            return {}
-        sizes = {
-            size.profile_key: parse_or(size.values, self.parallelism_config.get(size.key), 1)
-            for size in sharding.MESH_SIZES
-        }
-        tp = sharding.TP_CONFIG_SIZE
-        sizes[tp.profile_key] = max(sizes[tp.profile_key], parse_or(tp.values, self.tp_config.get(tp.key), 1))
-        mesh = {key.removeprefix("parallel."): size for key, size in sizes.items() if size > 1}
-        is_sharded = self.distributed_type == sharding.FSDP.distributed_type and self.fsdp_strategy.shards
-        if mesh:
-            # FSDP shards over the ranks of context parallelism too.
-            return {"dp_shard": "auto", **mesh} if is_sharded and "cp" in mesh else mesh
-        if is_sharded:
-            is_hybrid = self.fsdp_strategy.is_hybrid and self.num_machines > 1
-            return {**({"dp_replicate": self.num_machines} if is_hybrid else {}), "dp_shard": "auto"}
-        return {"dp_shard": "auto"} if self._reader and self._reader.is_sharded(self) else {}
+        """Return the values of the section `parallel` of the profile, by dotted key."""
+        return {key: value for key, value in self.values.items() if key.startswith("parallel.")}
+
+    def get_section(self, section: ConfigSection) -> Mapping[str, Any]:
+        """Return the values of a section that are set and valid, by full key."""
+        values = self.keys.get(section.key)
+        return values if isinstance(values, Mapping) else {}
 
     def explain_single_process(self) -> str:
         """Return why the file does not start processes to shard a model over; empty if it does."""
@@ -458,54 +395,25 @@ class AccelerateConfig:
 
     def explain_unused(self, section: str) -> str:
         """Return why the options of a section do not apply; empty if they do."""
+        kind = self.distributed_type
+        used_by = SHARDING_TYPES.get(section, kind)
         if section in {sharding.PARALLELISM.key, sharding.TP.key}:
-            return self.explain_single_process()
-        if section not in SHARDING_TYPES:
+            return self._explain_no_mesh()
+        if used_by != kind:
+            return f"used only with distributed_type: {used_by}"
+        if section == launch.DYNAMO.key and (self.is_tpu or kind in sharding.ENGINE_TYPES):
+            return f"Accelerate does not compile with distributed_type: {kind}"
+        if section not in SHARDING_TYPES or self.keeps_engine:
             return ""
-        if self.keeps_engine and SHARDING_TYPES[section] == self.distributed_type:
-            return ""
-        if SHARDING_TYPES[section] != self.distributed_type:
-            return f"used only with distributed_type: {SHARDING_TYPES[section]}"
-        is_sharded = {"dp_shard", "cp"} & self.parallel.keys()
+        is_sharded = {"parallel.dp_shard", "parallel.cp"} & self.values.keys()
         return "" if is_sharded else "not used, because the model is not sharded"
 
-    def find_conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the values that exclude each other: key, expectation, value."""
-        if self.is_tpu and self.precision == "fp16":
-            key = "mixed_precision" if self.mixed_precision else "fp16"
-            yield key, "fp16 is for GPUs, and Accelerate refuses it on a TPU too; use bf16", "fp16"
-        if self.use_cpu and self._launch[1] not in {"auto", "cpu"}:
-            yield "use_cpu", f"this contradicts distributed_type: {self.distributed_type}", "true"
-        if self.num_processes != -1:
-            try:
-                Parallel(**self.parallel).build_grid(self.num_processes)
-            except SettingsError as error:
-                yield "parallelism_config", str(error), ""
-        given = [key for key, value in self.fsdp_config.items() if value is not None]
-        if self.distributed_type == sharding.FSDP.distributed_type and len(self.fsdp) < len(given):
-            yield (
-                sharding.FSDP.key,
-                f"a key stands here with and without {sharding.FSDP.prefix}; remove one of them",
-                "",
-            )
-        if self._reader:
-            yield from self._reader.find_conflicts(self)
-        if self.needs_rendezvous:
-            yield from self._find_rendezvous_conflicts()
-
-    def _find_rendezvous_conflicts(self) -> Iterator[tuple[str, str, str]]:
-        nodes = f"{self.num_machines} nodes (num_machines)"
-        if not self.main_process_ip:
-            yield "main_process_ip", f"{nodes} need the address of one of them", "nothing"
-        elif self.endpoint.is_loopback:
-            yield "main_process_ip", f"expected an address that all {nodes} can reach", self.main_process_ip
-        if self.main_process_port == 0:
-            yield "main_process_port", "several nodes need a fixed port", "0"
-        if self.num_processes != -1 and self.num_processes % self.num_machines:
-            reason = (
-                f"expected a multiple of num_machines, {self.num_machines}: every node starts the same number"
-            )
-            yield "num_processes", reason, str(self.num_processes)
+    def _explain_no_mesh(self) -> str:
+        if self.engine and self.keeps_engine:
+            return f"{self.engine.title} shards models itself; use fully_shard for other dimensions"
+        if self.distributed_type == "MULTI_CPU":
+            return f"Accelerate does not use it with distributed_type: {self.distributed_type}"
+        return self.explain_single_process()
 
 
 @dataclass(frozen=True)
@@ -580,16 +488,46 @@ def sets(values: Mapping[str, Any], note: str = "") -> Answer:
     return Answer(f"{text} ({note})" if note else text, values=values)
 
 
-def build_rule(setting: Setting, converted: Mapping[Setting, KeyRule]) -> KeyRule:
+def by_meaning(setting: Setting, section: str = "", reason: str = "") -> KeyRule:
+    """Return the rule of a key whose variable means a key of the profile.
+
+    Args:
+        setting: The key.
+        section: The section that it stands in; empty outside of sections.
+        reason: The reason why the variable of another key may be used instead.
+    """
+    key = setting.profile_key
+
+    def convert(_: Any, config: AccelerateConfig) -> Answer:
+        if config.sources.get(key) == setting.variable:
+            return sets({key: config.values[key]})
+        reasons = (
+            config.explain_unused(section),
+            config.ignored.get(setting.variable),
+            reason,
+            setting.reason,
+        )
+        if why := next(filter(None, reasons), None):
+            return dropped(why)
+        return Answer(f"{key}: {format_value(key, config.values.get(key, get_default(key)))}")
+
+    return KeyRule(convert, off=(*EMPTY, *setting.off))
+
+
+def build_rule(setting: Setting, converted: Mapping[Setting, KeyRule], section: str = "") -> KeyRule:
     """Return the rule of a setting: one of those whose result depends on other keys, or what its words mean."""
     parse = build_parser(setting.values)
     if setting in converted:
-        return replace(converted[setting], parse=parse)
-    if setting.implied:
-        return same(setting.implied, *(() if setting.takes_any_value else setting.same or ()), parse=parse)
-    if setting.reason:
-        return drop(setting.reason, *setting.off, parse=parse)
-    return take(setting.profile_key, parse, *setting.off)
+        rule = converted[setting]
+    elif setting.implied:
+        rule = same(setting.implied, *(() if setting.takes_any_value else setting.same or ()))
+    elif setting.variable and setting.profile_key:
+        rule = by_meaning(setting, section)
+    elif setting.reason:
+        rule = drop(setting.reason, *setting.off)
+    else:
+        rule = take(setting.profile_key, keep, *setting.off)
+    return replace(rule, parse=parse)
 
 
 class JobRules(NamedTuple):
@@ -611,13 +549,25 @@ class JobRules(NamedTuple):
 
 
 class EngineRules(NamedTuple):
-    """The rules of an engine."""
+    """The rules of an engine, whose settings are variables, and of the JSON file that its section may name."""
 
-    converted: Mapping[Setting, KeyRule]
-    """Those of settings whose result depends on other keys."""
-    section: str
-    """The key of Accelerate that names the file of the engine."""
+    sharded: Mapping[Setting, KeyRule]
+    """The keys of the section that become `fully_shard`; the others are left out for their reason."""
+    kept: Mapping[Setting, KeyRule]
+    """The keys of the section that become something else than the variable means."""
     file: Mapping[str, KeyRule]
-    """Those of the keys of that file; a key with no row has that of its section."""
+    """The keys of the JSON file that become `fully_shard`."""
     keys: frozenset[str]
     """Keys at the top of such a file."""
+    read_precision: Callable[[AccelerateConfig], str]
+    """Returns the number format of the file; `no` without one."""
+    is_sharded: Callable[[AccelerateConfig], bool]
+    """Returns True if the engine shards models."""
+
+
+ENGINE_RULES: Registry[EngineRules] = Registry(
+    {
+        "deepspeed": "accel_cli.extensions.deepspeed.accelerate_rules:RULES",
+    }
+)
+"""The rules of each engine's section in a config file."""

@@ -13,7 +13,7 @@ from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import ConfigSection, IntegerRange, Setting
 from accel_runtime.environment.accelerate.sharding import EngineWords
 
-__all__ = ["FP8", "build_variables", "is_fp8", "read_section"]
+__all__ = ["FP8", "build_job_variables", "build_variables", "is_fp8", "read_section"]
 
 FP8 = "fp8"
 """The value of `mixed_precision` that a profile does not have."""
@@ -30,7 +30,7 @@ def build_variables(data: Mapping[str, Any]) -> dict[str, str]:
         data: The file, parsed; its values are valid.
     """
     kind = build_parser(launch.DISTRIBUTED_TYPE.values)(data.get(launch.DISTRIBUTED_TYPE.key))
-    if AccelerateConfig(distributed_type=kind).is_tpu:
+    if AccelerateConfig({launch.DISTRIBUTED_TYPE.key: kind}).is_tpu:
         return {}
     variables = {launch.MIXED_PRECISION.variable: _read_precision(data)}
     if is_fp8(data):
@@ -51,6 +51,11 @@ def build_variables(data: Mapping[str, Any]) -> dict[str, str]:
     if kind == megatron.MEGATRON_LM.distributed_type:
         variables |= {megatron.USE_MEGATRON_LM.variable: "true"} | _build_section(megatron.MEGATRON_LM, data)
     return variables
+
+
+def build_job_variables(data: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that Accelerate's launcher sets for a job of another `compute_environment`."""
+    return {launch.MIXED_PRECISION.variable: _read_precision(data), **_build_dynamo(data)}
 
 
 def is_fp8(data: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ what a scheduler says about the nodes of this launch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_origin
@@ -38,6 +38,7 @@ __all__ = [
     "find_value",
     "flatten",
     "list_unused_files",
+    "list_values",
     "nest",
     "parse_assignments",
     "read_environment",
@@ -209,23 +210,27 @@ def read_environment(environ: Mapping[str, str]) -> Layer:
             "instead (--set launcher.spmd=true)."
         )
     values, where = {}, {}
+    for key, value in list_values(settings):
+        variable = variable_name(key.replace(".", "_"))
+        # A launch inside a launch also has the variable of spmd, switched off.
+        if key != "spmd" and (variable in environ or variable in translated):
+            values[key] = value
+            where[key] = variable if variable in environ else user.names[key.replace(".", "_")]
+    return Layer("environment", values, where)
+
+
+def list_values(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each setting that the processes receive, as a profile has them."""
     for section in ("", *SETTINGS_SECTIONS):
         part = settings.get_section(section) if section else settings
         for each in fields(part):
-            key = f"{section}.{each.name}" if section else each.name
-            variable = variable_name(key.replace(".", "_"))
-            # A launch inside a launch also has the variable of spmd, switched off.
-            if variable not in environ and variable not in translated:
-                continue
-            if key == "spmd":
+            if not section and each.name in {*SETTINGS_SECTIONS, "engines"}:
                 continue
             value = getattr(part, each.name)
             if isinstance(value, tuple):  # of a list or of a mapping's pairs
                 to_plain: Any = get_origin(SETTINGS_SECTIONS[section].model_fields[each.name].annotation)
                 value = to_plain(value)
-            values[key] = value
-            where[key] = variable if variable in environ else user.names[key.replace(".", "_")]
-    return Layer("environment", values, where)
+            yield f"{section}.{each.name}" if section else each.name, value
 
 
 def parse_assignments(assignments: Iterable[str], option: str = "--set", *, kind: object = None) -> Layer:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
-    "accel_cli/accelerate/config_rules.py",
+    "accel_cli/accelerate/config_conversion.py",
     "accel_cli/accelerate/config_values.py",
     "accel_cli/commands/checkpoint.py",
     "accel_cli/launchers/__init__.py",

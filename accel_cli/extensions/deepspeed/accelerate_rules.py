@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel_cli.accelerate.config_values import (
     InvalidValueError,
     KeyRule,
     build_parser,
+    by_meaning,
     choice,
     drop,
     dropped,
@@ -21,7 +22,6 @@ from accel_cli.accelerate.config_values import (
     normalize,
     parse_bool,
     parse_or,
-    parse_text,
     same,
     sets,
     take,
@@ -30,17 +30,11 @@ from accel_runtime.environment.accelerate import sharding
 from accel_runtime.environment.accelerate.setting import IntegerRange, Setting
 from accel_runtime.extensions.deepspeed.settings import KEYS, SECTIONS, ZERO_3
 
-__all__ = ["READER", "RULES"]
+__all__ = ["RULES"]
 
 
 def _get_section(config: AccelerateConfig) -> Mapping[str, Any]:
-    return config.engine_sections.get(sharding.DEEPSPEED.key, {})
-
-
-def _names_file(config: AccelerateConfig) -> bool:
-    """Return True if DeepSpeed has a JSON file, whether it exists or not."""
-    name = _get_section(config).get(sharding.DEEPSPEED_FILE.key)
-    return bool(name) and normalize(name) not in sharding.DEEPSPEED_FILE.off
+    return config.get_section(sharding.DEEPSPEED)
 
 
 def _get_zero_optimization(config: AccelerateConfig) -> Mapping[str, Any]:
@@ -49,137 +43,21 @@ def _get_zero_optimization(config: AccelerateConfig) -> Mapping[str, Any]:
 
 
 def find_stage(config: AccelerateConfig) -> int:
-    """Return DeepSpeed's ZeRO stage."""
+    """Return DeepSpeed's ZeRO stage, that of its JSON file if it has one, whether it exists or not."""
+    name = _get_section(config).get(sharding.DEEPSPEED_FILE.key)
     stage = _get_section(config).get(sharding.ZERO_STAGE.key, sharding.DEFAULT_ZERO_STAGE)
-    if _names_file(config):
+    if name and normalize(name) not in sharding.DEEPSPEED_FILE.off:
         stage = _get_zero_optimization(config).get("stage", 0)
     return int(parse_or(sharding.ZERO_STAGE.values, stage, ZERO_3))
 
 
-def _find_hpz_size(config: AccelerateConfig) -> int:
-    """Return the size of ZeRO++'s second partition; 1 without one."""
-    size = _get_zero_optimization(config).get("zero_hpz_partition_size")
-    return int(parse_or(IntegerRange(1), size, 1))
-
-
-class _Reader:
-    """DeepSpeed in the table of engines of a config file."""
-
-    @staticmethod
-    def read_precision(config: AccelerateConfig) -> str:
-        """Return the number format of DeepSpeed's JSON file; `no` without one."""
-        for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
-            section = (config.engine_file or {}).get(name)
-            if isinstance(section, Mapping) and section.get("enabled") is True:
-                return precision
-        return "no"
-
-    @staticmethod
-    def is_sharded(config: AccelerateConfig) -> bool:
-        """Return True if a stage of ZeRO is used."""
-        return find_stage(config) > 0
-
-    @staticmethod
-    def list_values(config: AccelerateConfig) -> dict[str, Any]:
-        """Return the stage, and whether models are created on the meta device."""
-        stage = find_stage(config)
-        values = {sharding.ZERO_STAGE.profile_key: "auto" if _names_file(config) else stage}
-        if stage == ZERO_3 and parse_or("boolean", _get_section(config).get(sharding.ZERO3_INIT.key), True):
-            values[sharding.ZERO3_INIT.profile_key] = True  # the default of Accelerate, too
-        return values
-
-    @staticmethod
-    def find_conflicts(config: AccelerateConfig) -> Iterator[tuple[str, str, str]]:
-        """Yield the second of two directories for one key of the profile."""
-        paths = (sharding.OFFLOAD_OPTIMIZER_NVME_PATH.key, sharding.OFFLOAD_PARAM_NVME_PATH.key)
-        first, second = (_get_section(config).get(key) for key in paths)
-        if config.keeps_engine and first and second and first != second:
-            yield (
-                f"{sharding.DEEPSPEED.key}.{paths[1]}",
-                f"expected {paths[0]}, {first!r}: a profile has one directory for both",
-                repr(second),
-            )
-
-
-READER = _Reader()
-
-
-def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
-    if config.keeps_engine:
-        return sets({sharding.ZERO_STAGE.profile_key: stage})
-    if stage == 0:
-        return Answer("models are replicated")
-    if stage < ZERO_3:
-        note = "parameters are sharded between steps too"
-        return sets({"fully_shard.reshard_after_forward": False}, note)
-    return sets(
-        {"fully_shard.reshard_after_forward": _find_hpz_size(config) if _find_hpz_size(config) > 1 else True}
-    )
-
-
-def _offload(setting: Setting) -> KeyRule:
-    """Return the rule of a device that DeepSpeed offloads to."""
-    least = ZERO_3 if setting is sharding.OFFLOAD_PARAM_DEVICE else 1
-
-    def convert(device: str, config: AccelerateConfig) -> Answer:
-        if not config.keeps_engine:
-            note = (
-                "accel does not offload to disks"
-                if device == "nvme"
-                else "parameters, gradients and optimizer state"
-            )
-            return replace(sets({"fully_shard.cpu_offload": True}, note), is_applied=device == "cpu")
-        if find_stage(config) < least:
-            return dropped(f"DeepSpeed does not use it in stage {find_stage(config)}")
-        if device == "nvme" and find_stage(config) < ZERO_3:
-            return sets({setting.profile_key: "cpu"}, f"as DeepSpeed does in stage {find_stage(config)}")
-        return sets({setting.profile_key: device})
-
-    return KeyRule(convert, build_parser(setting.values), (*EMPTY, *setting.off))
-
-
-def _nvme_path(setting: Setting, device: Setting) -> KeyRule:
-    """Return the rule of the directory of a device that DeepSpeed offloads to."""
-
-    def convert(path: str, config: AccelerateConfig) -> Answer:
-        if not config.keeps_engine:
-            return dropped(setting.reason)
-        if normalize(_get_section(config).get(device.key)) != "nvme" or find_stage(config) < ZERO_3:
-            return dropped(f"used only with {device.key}: nvme in stage 3")
-        return sets({setting.profile_key: path})
-
-    return KeyRule(convert, parse_text, (*EMPTY, *setting.off))
-
-
-def _convert_clipping(value: Any, config: AccelerateConfig) -> Answer:
-    setting = sharding.GRADIENT_CLIPPING
-    if not config.keeps_engine:
-        return dropped(setting.reason)
-    try:
-        return sets({setting.profile_key: float(value)})
-    except (TypeError, ValueError):
-        raise InvalidValueError("expected a number") from None
-
-
-def _convert_zero3_init(_: Any, config: AccelerateConfig) -> Answer:
-    if not config.keeps_engine:
-        return dropped(sharding.ZERO3_INIT.reason)
-    if find_stage(config) != ZERO_3:
-        return Answer("used only with ZeRO-3")
-    return sets({sharding.ZERO3_INIT.profile_key: True})
-
-
-def _convert_save_16bit(_: Any, config: AccelerateConfig) -> Answer:
-    if config.keeps_engine:
-        return Answer("accelerator.save_model() gathers the weights anyway")
-    return dropped(sharding.SAVE_16BIT_MODEL.reason)
-
-
-def _convert_moe_classes(_: Any, config: AccelerateConfig) -> Answer:
-    setting = sharding.MOE_CLASSES
-    return dropped(
-        "call DeepSpeedPlugin.set_moe_leaf_modules in the script" if config.keeps_engine else setting.reason
-    )
+def _read_precision(config: AccelerateConfig) -> str:
+    """Return the number format of DeepSpeed's JSON file; `no` without one."""
+    for name, precision in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
+        section = (config.engine_file or {}).get(name)
+        if isinstance(section, Mapping) and section.get("enabled") is True:
+            return precision
+    return "no"
 
 
 def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
@@ -188,6 +66,54 @@ def _convert_deepspeed_file(_: str, config: AccelerateConfig) -> Answer:
     if config.keeps_engine:
         return sets({sharding.DEEPSPEED_FILE.profile_key: config.engine_path})
     return Answer("its keys are listed below")
+
+
+# The section, if the profile keeps DeepSpeed: keys whose result the variables do not say.
+
+
+def _convert_zero3_init(value: Any, config: AccelerateConfig) -> Answer:
+    if find_stage(config) != ZERO_3:
+        return Answer("used only with ZeRO-3")
+    return by_meaning(sharding.ZERO3_INIT).convert(value, config)
+
+
+def _convert_optimizer_device(device: str, config: AccelerateConfig) -> Answer:
+    answer = by_meaning(sharding.OFFLOAD_OPTIMIZER_DEVICE).convert(device, config)
+    if answer.values and device not in answer.values.values():
+        return replace(answer, text=f"{answer.text} (as DeepSpeed does in stage {find_stage(config)})")
+    return answer
+
+
+_FILE = KeyRule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off))
+KEPT: Mapping[Setting, KeyRule] = {
+    sharding.OFFLOAD_OPTIMIZER_DEVICE: KeyRule(
+        _convert_optimizer_device, off=(*EMPTY, *sharding.OFFLOAD_OPTIMIZER_DEVICE.off)
+    ),
+    sharding.ZERO3_INIT: KeyRule(_convert_zero3_init, off=EMPTY),
+    sharding.SAVE_16BIT_MODEL: same("accelerator.save_model() gathers the weights anyway"),
+    sharding.MOE_CLASSES: drop("call DeepSpeedPlugin.set_moe_leaf_modules in the script"),
+    sharding.DEEPSPEED_FILE: _FILE,
+}
+
+
+# The section and the JSON file, if they become `fully_shard`.
+
+
+def _convert_zero_stage(stage: int, config: AccelerateConfig) -> Answer:
+    if stage == 0:
+        return Answer("models are replicated")
+    if stage < ZERO_3:
+        note = "parameters are sharded between steps too"
+        return sets({"fully_shard.reshard_after_forward": False}, note)
+    size = parse_or(IntegerRange(1), _get_zero_optimization(config).get("zero_hpz_partition_size"), 1)
+    return sets({"fully_shard.reshard_after_forward": size if size > 1 else True})
+
+
+def _convert_device(device: str, _: AccelerateConfig) -> Answer:
+    """Convert a device that DeepSpeed offloads to."""
+    is_disk = device == "nvme"
+    note = "accel does not offload to disks" if is_disk else "parameters, gradients and optimizer state"
+    return replace(sets({"fully_shard.cpu_offload": True}, note), is_applied=not is_disk)
 
 
 def _enables(precision: str) -> KeyRule:
@@ -210,14 +136,13 @@ def _convert_hpz(number: int, config: AccelerateConfig) -> Answer:
 _MICS = "set parallel.dp_shard to this size, and parallel.dp_replicate to the number of such groups"
 _PINNED = same("shards in host memory are pinned")
 _BATCH_SIZE = drop("set it in the DataLoader of the script")
-ZERO_STAGE = KeyRule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
-OFFLOAD_OPTIMIZER = _offload(sharding.OFFLOAD_OPTIMIZER_DEVICE)
-OFFLOAD_PARAM = _offload(sharding.OFFLOAD_PARAM_DEVICE)
+_ZERO_STAGE = KeyRule(_convert_zero_stage, build_parser(sharding.ZERO_STAGE.values))
+_OFFLOAD = KeyRule(_convert_device, build_parser(sharding.OFFLOAD_PARAM_DEVICE.values), (*EMPTY, "none"))
 _parse_reduce_dtype = choice("fp32", "fp16", "bf16", aliases={"bfp16": "bf16"})
 DEEPSPEED_FILE: Mapping[str, KeyRule] = {
-    "zero_optimization.stage": ZERO_STAGE,
-    "zero_optimization.offload_optimizer.device": OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param.device": OFFLOAD_PARAM,
+    "zero_optimization.stage": _ZERO_STAGE,
+    "zero_optimization.offload_optimizer.device": _OFFLOAD,
+    "zero_optimization.offload_param.device": _OFFLOAD,
     "zero_optimization.offload_optimizer.pin_memory": _PINNED,
     "zero_optimization.offload_param.pin_memory": _PINNED,
     "zero_optimization.zero_hpz_partition_size": KeyRule(_convert_hpz, integer(1), ("1",)),
@@ -242,21 +167,17 @@ DEEPSPEED_FILE: Mapping[str, KeyRule] = {
     "*": drop("specific to DeepSpeed; accel does not have this option", "0"),
 }
 """Keys of DeepSpeed's JSON file; a key with no row has that of its section."""
-CONVERTED: Mapping[Setting, KeyRule] = {
-    sharding.ZERO_STAGE: ZERO_STAGE,
-    sharding.OFFLOAD_OPTIMIZER_DEVICE: OFFLOAD_OPTIMIZER,
-    sharding.OFFLOAD_PARAM_DEVICE: OFFLOAD_PARAM,
-    sharding.OFFLOAD_OPTIMIZER_NVME_PATH: _nvme_path(
-        sharding.OFFLOAD_OPTIMIZER_NVME_PATH, sharding.OFFLOAD_OPTIMIZER_DEVICE
-    ),
-    sharding.OFFLOAD_PARAM_NVME_PATH: _nvme_path(
-        sharding.OFFLOAD_PARAM_NVME_PATH, sharding.OFFLOAD_PARAM_DEVICE
-    ),
-    sharding.GRADIENT_CLIPPING: KeyRule(_convert_clipping, off=(*EMPTY, *sharding.GRADIENT_CLIPPING.off)),
-    sharding.ZERO3_INIT: KeyRule(_convert_zero3_init, off=EMPTY),
-    sharding.SAVE_16BIT_MODEL: KeyRule(_convert_save_16bit, off=EMPTY),
-    sharding.MOE_CLASSES: KeyRule(_convert_moe_classes, off=EMPTY),
-    sharding.DEEPSPEED_FILE: KeyRule(_convert_deepspeed_file, off=(*EMPTY, *sharding.DEEPSPEED_FILE.off)),
+SHARDED: Mapping[Setting, KeyRule] = {
+    sharding.ZERO_STAGE: _ZERO_STAGE,
+    sharding.OFFLOAD_OPTIMIZER_DEVICE: _OFFLOAD,
+    sharding.OFFLOAD_PARAM_DEVICE: _OFFLOAD,
+    sharding.DEEPSPEED_FILE: _FILE,
 }
-"""The rules of the section whose result depends on other keys."""
-RULES = EngineRules(CONVERTED, sharding.DEEPSPEED_FILE.key, DEEPSPEED_FILE, frozenset({*SECTIONS, *KEYS}))
+RULES = EngineRules(
+    SHARDED,
+    KEPT,
+    DEEPSPEED_FILE,
+    frozenset({*SECTIONS, *KEYS}),
+    _read_precision,
+    lambda config: find_stage(config) > 0,
+)

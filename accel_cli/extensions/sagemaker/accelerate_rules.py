@@ -77,15 +77,20 @@ _SECTION = KeyRule(lambda *_: OFF, parse_mapping)
 _OLDEST_TORCH = (2, 9)
 
 
+def _get_arguments(config: AccelerateConfig) -> Mapping[str, Any]:
+    arguments = config.keys.get(ADDITIONAL_ARGUMENTS)
+    return arguments if isinstance(arguments, Mapping) else {}
+
+
 def _has_image(config: AccelerateConfig) -> bool:
     """Return True if the file names a container image."""
-    return bool(config.additional_args.get("image_uri") or config.image_uri)
+    return bool(_get_arguments(config).get("image_uri") or config.keys.get("image_uri"))
 
 
 def _explain_no_smddp(config: AccelerateConfig) -> str:
     """Return why SageMaker's data-parallel library is not used; empty if it is."""
     # `additional_args` take precedence.
-    name = config.additional_args.get("instance_type") or config.ec2_instance_type
+    name = _get_arguments(config).get("instance_type") or config.keys.get(INSTANCE_TYPE.key)
     if _has_image(config) and str(parse_or(INSTANCE_TYPE.values, name, "")) in SMDDP_TYPES:
         return ""
     needed = f"an image that contains it, and {' or '.join(SMDDP_TYPES)}"
@@ -94,7 +99,7 @@ def _explain_no_smddp(config: AccelerateConfig) -> str:
 
 def _convert_type(kind: str, config: AccelerateConfig) -> Answer:
     values = {"launcher.kind": "sagemaker", "device": config.device, "mixed_precision": config.precision}
-    if kind == "NO" and not config.additional_args.get("distribution"):
+    if kind == "NO" and not _get_arguments(config).get("distribution"):
         return Answer("launcher.nproc_per_node: 1", values={**values, "launcher.nproc_per_node": 1})
     if kind == "NO":
         return Answer("launcher.kind: sagemaker", values=values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl, urlencode
@@ -29,6 +29,7 @@ __all__ = [
     "VariableReader",
     "decode_variables",
     "encode_variables",
+    "read_strategy",
     "translate",
     "translate_supported",
 ]
@@ -38,6 +39,7 @@ _UNSET = FALSE | {"none"}
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _FIELDS = (launch.MIXED_PRECISION, launch.TORCH_DEVICE, launch.LOG_LEVEL)
 """Settings whose values are words of accel too."""
+_ALTERNATIVES = re.compile(r"[\w.]+(\|[\w.]+)*")
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
 _REFUSED = (megatron.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
 """Switches that accel rejects."""
@@ -67,6 +69,8 @@ class Translation:
     """Translations by argument of `Accelerator`, which they replace: `gradient_accumulation_steps`."""
     idle: tuple[str, ...]
     """Sentences on variables that are set and have no effect."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """The reasons why variables that were read have no effect, by their names."""
 
 
 class EngineVariables(Protocol):
@@ -125,7 +129,7 @@ def translate(environ: Mapping[str, str], overrides: Mapping[str, str]) -> Trans
             read.overrule_section(own, translate_section)
         else:
             settings |= translate_section(read)
-    return Translation(settings, _translate_arguments(read), read.idle())
+    return Translation(settings, _translate_arguments(read), read.idle(), read.ignored)
 
 
 def translate_supported(environ: Mapping[str, str]) -> dict[str, Equivalent]:
@@ -170,7 +174,8 @@ class VariableReader:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
         self._used = set(_HARMLESS)
-        self._idle: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}
+        """The reasons why variables have no effect, by their names."""
 
     def text(self, name: str) -> str:
         """Return a value; empty if it means unset."""
@@ -201,7 +206,7 @@ class VariableReader:
 
     def ignore(self, name: str, reason: str) -> None:
         """Record that a variable has no effect."""
-        self._idle[name] = reason
+        self.ignored[name] = reason
 
     def overrule(self, setting: Setting, text: str) -> None:
         """Record that a variable of accel takes precedence over one of Accelerate, if they differ."""
@@ -237,7 +242,10 @@ class VariableReader:
             if (name.startswith(_PREFIXES) or name in of_fsdp) and name not in self._used and self.text(name)
         ]
         return (
-            *(f"{name}={self.environ[name]} has no effect: {reason}." for name, reason in self._idle.items()),
+            *(
+                f"{name}={self.environ[name]} has no effect: {reason}."
+                for name, reason in self.ignored.items()
+            ),
             *([f"{', '.join(unread)}: no effect here."] if unread else []),
         )
 
@@ -345,6 +353,14 @@ def _strategy(read: VariableReader) -> tuple[str, Fsdp1Strategy]:
     return name, strategy
 
 
+def read_strategy(environ: Mapping[str, str]) -> Fsdp1Strategy:
+    """Return the sharding strategy of FSDP that the variables mean.
+
+    Raises SettingsError if it is not known.
+    """
+    return _strategy(VariableReader(environ))[1]
+
+
 def _nodes(environ: Mapping[str, str]) -> int:
     """Return the number of nodes from the variables of torchrun; 1 if they are not set."""
     world, local = (environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -375,6 +391,8 @@ def _ignored(read: VariableReader) -> dict[str, Equivalent]:
     text = read.text(setting.variable)
     if not text:
         return {}
+    # Names with `|` between are the only regular expression that is a list of names, too.
+    text = text.replace("|", ",") if _ALTERNATIVES.fullmatch(text) else text
     if not _NAMES.fullmatch(text):
         raise SettingsError(
             f"{setting.variable}={text} is not supported: it is a regular expression. Unset it, and list the names in "

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.accelerate import config_rules
+from accel_cli.accelerate import config_conversion
 from accel_cli.accelerate.config_conversion import Imported, convert
 from accel_cli.errors import ProfileError
 from accel_cli.extensions.sagemaker.accelerate_rules import SETTINGS
@@ -712,13 +712,16 @@ def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
         setting.key
         for setting in settings
         if not (
-            setting.implied or setting.reason or setting.profile_key or setting in config_rules._CONVERTED
+            setting.implied
+            or setting.reason
+            or setting.profile_key
+            or setting in config_conversion._CONVERTED
         )
     ]
     assert not without
     targets = {
         rule.target
-        for keys in (config_rules.CLUSTER_KEYS, *config_rules.JOB_KEYS.values())
+        for keys in (config_conversion.CLUSTER_KEYS, *config_conversion.JOB_KEYS.values())
         for rule in keys.values()
     }
     assert targets - {""} <= set(known_keys())
