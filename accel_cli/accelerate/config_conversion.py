@@ -180,8 +180,6 @@ def _convert_strategy(word: str, config: AccelerateConfig) -> Answer:
 
 
 def _convert_wrap_policy(_: str, config: AccelerateConfig) -> Answer:
-    if unused := config.explain_unused(sharding.FSDP.key):
-        return dropped(unused)
     key = sharding.AUTO_WRAP_POLICY.profile_key
     wrap = config.values.get(key, "auto")
     return sets({key: wrap}, "_no_split_modules of the model" if wrap == "auto" else "")

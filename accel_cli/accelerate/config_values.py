@@ -38,6 +38,7 @@ __all__ = [
     "drop",
     "dropped",
     "format_value",
+    "get_default",
     "integer",
     "keep",
     "normalize",
@@ -468,7 +469,7 @@ def same(text: str, *values: Any, parse: Parser = keep) -> KeyRule:
     return KeyRule(
         lambda value, _: Answer(text, is_applied=not values or value in values),
         parse,
-        () if values else EMPTY,
+        () if values and False not in values else EMPTY,
     )
 
 
@@ -519,10 +520,12 @@ def build_rule(setting: Setting, converted: Mapping[Setting, KeyRule], section: 
     parse = build_parser(setting.values)
     if setting in converted:
         rule = converted[setting]
-    elif setting.implied:
-        rule = same(setting.implied, *(() if setting.takes_any_value else setting.same or ()))
     elif setting.variable and setting.profile_key:
         rule = by_meaning(setting, section)
+    elif setting.takes_any_value:
+        rule = same(setting.reason)
+    elif setting.same:
+        rule = same(setting.reason, *setting.same)
     elif setting.reason:
         rule = drop(setting.reason, *setting.off)
     else:

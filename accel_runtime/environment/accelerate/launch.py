@@ -92,7 +92,6 @@ MIXED_PRECISION = Setting(
         ("no", "bf16", "fp16"),
         refused={"fp8": "fp8 is not in this version of accel; expected no, bf16 or fp16"},
     ),
-    words=("bf16", "fp16"),
     profile_key="mixed_precision",
     hint=" Set ACCEL_MIXED_PRECISION to bf16, fp16 or no.",
 )
@@ -108,13 +107,13 @@ USE_CPU = Setting(
 )
 TORCH_DEVICE = Setting(
     variable="ACCELERATE_TORCH_DEVICE",
-    words=("cpu", "cuda", "mps", "xpu"),
+    values=Choices(("cpu", "cuda", "mps", "xpu")),
     profile_key="device",
     hint=" Choose one of several devices with CUDA_VISIBLE_DEVICES.",
 )
 LOG_LEVEL = Setting(
     variable="ACCELERATE_LOG_LEVEL",
-    words=("debug", "info", "warning", "error", "critical"),
+    values=Choices(("debug", "info", "warning", "error", "critical")),
     profile_key="log_level",
 )
 GPU_IDS = Setting("gpu_ids", values="GPU ids", profile_key="launcher.gpu_ids")
@@ -136,7 +135,7 @@ MACHINE_RANK = Setting(
     "machine_rank",
     values=IntegerRange(0),
     same=(0,),
-    implied="not needed: every node runs the same command",
+    reason="not needed: every node runs the same command",
     advice="Leave it out, since nodes are numbered automatically, or use --node-rank N",
     equivalent="the option --node-rank of accel launch, if the order of nodes must be fixed",
 )
@@ -158,7 +157,7 @@ RDZV_BACKEND = Setting(
     "rdzv_backend",
     values="text",
     same=("static", "c10d", ""),
-    implied="accel always uses c10d",
+    reason="accel always uses c10d",
     advice="Leave it out: the rendezvous always uses c10d",
 )
 SAME_NETWORK = Setting(
@@ -166,7 +165,7 @@ SAME_NETWORK = Setting(
     is_switch=True,
     values="boolean",
     takes_any_value=True,
-    implied="nodes may be on any network",
+    reason="nodes may be on any network",
     advice="Leave it out: nodes connect to --rdzv-endpoint on any network",
 )
 MAIN_TRAINING_FUNCTION = Setting(
@@ -253,7 +252,6 @@ DEBUG = Setting(
     values="boolean",
     reason="accel has no option for checks of collectives",
     advice="Leave it out: every run reports the ranks whose collectives do not match",
-    is_harmless=True,
 )
 _ENABLE_CPU_AFFINITY = Setting(
     "enable_cpu_affinity",
@@ -398,7 +396,7 @@ OTHER_OPTIONS: Mapping[str, str] = MappingProxyType(
 )
 """The advice for all other options, by prefix."""
 OTHER_VARIABLES = tuple(
-    Setting(variable=f"ACCELERATE_{name}", is_harmless=True)
+    Setting(variable=f"ACCELERATE_{name}")
     for name in ("DEBUG_RDV_FILE", "ENABLE_RICH", "IN_TPU_POD", "SAGEMAKER_DISTRIBUTED_TYPE", "USE_SAGEMAKER")
 )
 """Settings with a variable alone."""

@@ -53,8 +53,8 @@ Values = (
 class Setting:
     """A setting of Accelerate: its names, the values it accepts, and its meaning in accel.
 
-    A key of the config file becomes `profile_key`; or it is what accel does anyway, as `implied` describes; or it is left
-    out for a `reason`. With none of them, or if the result depends on other keys, the importer has a function for it.
+    A key of the config file becomes the variable, which means `profile_key`; or it is left out for a `reason`, unless
+    its value asks for what accel does anyway. For a key of the launcher, the importer has a function.
     """
 
     key: str = ""
@@ -71,9 +71,7 @@ class Setting:
     """Other names, of FSDP1 itself."""
 
     values: Values = "any"
-    """The values of its key."""
-    words: tuple[str, ...] = ()
-    """The values of its variable, in lower case."""
+    """The values of its key, and of its variable if these are words."""
     off: tuple[str, ...] = ()
     """Values of its key, in lower case, with which it has no effect; an empty value and `false` are among them anyway."""
     same: tuple[Any, ...] | None = None
@@ -83,10 +81,8 @@ class Setting:
 
     profile_key: str = ""
     """The dotted key of the profile that it means."""
-    implied: str = ""
-    """Description of what accel does anyway."""
     reason: str = ""
-    """The reason why a profile does not have it, or what to do instead."""
+    """The reason why a profile does not have it: what accel does anyway with values that are the `same`, or what to do instead."""
     advice: str = ""
     """What to do instead of its option; empty if `accel launch` has the option, or Accelerate has none."""
     equivalent: str = ""
@@ -99,8 +95,6 @@ class Setting:
     """The reason why its variable is rejected, with what to set instead."""
     launch_default: str | None = None
     """The value of its variable that Accelerate's launcher sets if the file has no such key; None if it then sets none."""
-    is_harmless: bool = False
-    """True if its variable does not change a training."""
 
     @property
     def option(self) -> str:
@@ -111,6 +105,11 @@ class Setting:
     def field(self) -> str:
         """The field of `Settings` that it means, in its flat form: `fully_shard_wrap`."""
         return self.profile_key.replace(".", "_")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The values in lower case; empty if they are not words."""
+        return tuple(map(str.lower, self.values.words)) if isinstance(self.values, Choices) else ()
 
     @property
     def same_texts(self) -> frozenset[str]:

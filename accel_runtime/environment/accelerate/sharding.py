@@ -136,7 +136,6 @@ AUTO_WRAP_POLICY = Setting(
     variable="FSDP_AUTO_WRAP_POLICY",
     argument="auto_wrap_policy",
     values=Choices(("SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP", "NO_WRAP")),
-    words=("transformer_based_wrap", "size_based_wrap", "no_wrap"),
     profile_key="fully_shard.wrap",
     instead="say wrap: auto, none, a number of parameters, or names of classes",
 )
@@ -160,7 +159,7 @@ MIN_NUM_PARAMS = Setting(
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 """The number of `size_based_wrap` in Accelerate and in torch."""
 WRAP_POLICIES: Mapping[str, Setting | None] = MappingProxyType(
-    dict(zip(AUTO_WRAP_POLICY.words, (TRANSFORMER_CLS, MIN_NUM_PARAMS, None), strict=True))
+    dict(zip(AUTO_WRAP_POLICY.words, (MIN_NUM_PARAMS, TRANSFORMER_CLS, None), strict=True))
 )
 """The setting that each policy uses."""
 IGNORED_MODULES = Setting(
@@ -184,7 +183,6 @@ VERSION = Setting(
     launch_default="1",
     argument="fsdp_version",
     values=IntegerRange(1, 2),
-    words=("1", "2"),
     same=(2,),
     instead="there is only version 2, torch's fully_shard; leave it out, and the options of version 1 too",
 )
@@ -194,7 +192,7 @@ STATE_DICT_TYPE = Setting(
     argument="state_dict_type",
     values=Choices(("SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT")),
     same=("SHARDED_STATE_DICT",),
-    implied="checkpoints are always sharded; use accelerator.save_model() for full weights",
+    reason="checkpoints are always sharded; use accelerator.save_model() for full weights",
     instead="checkpoints are always sharded, and load on any number of ranks; leave it out. Whole weights come from "
     "get_state_dict() and save_model()",
 )
@@ -236,7 +234,7 @@ FSDP = ConfigSection(
                 ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"), {"1": "BACKWARD_PRE", "2": "BACKWARD_POST"}
             ),
             same=("BACKWARD_PRE",),
-            implied=_GATHERS_EARLY,
+            reason=_GATHERS_EARLY,
             instead="fully_shard always gathers the next module early in the backward pass; leave it out",
         ),
         Setting(
@@ -246,7 +244,7 @@ FSDP = ConfigSection(
             argument="forward_prefetch",
             same=(False,),
             takes_any_value=True,
-            implied=_GATHERS_EARLY,
+            reason=_GATHERS_EARLY,
             instead="fully_shard gathers the next module early in the forward pass by itself; leave it out. For more, call "
             "set_modules_to_forward_prefetch() of the prepared modules",
         ),
@@ -266,7 +264,7 @@ FSDP = ConfigSection(
             argument="use_orig_params",
             values="boolean",
             same=(True,),
-            implied="parameters always keep their names and shapes",
+            reason="parameters always keep their names and shapes",
             instead="fully_shard always keeps the model's own parameters, with their names and shapes; leave it out",
         ),
         Setting(
@@ -276,7 +274,7 @@ FSDP = ConfigSection(
             argument="sync_module_states",
             same=(True,),
             takes_any_value=True,
-            implied="every process ends up with the parameters of the first one",
+            reason="every process ends up with the parameters of the first one",
             instead="ranks always begin with the parameters of the first one; leave it out",
         ),
         Setting(
@@ -344,7 +342,6 @@ OFFLOAD_OPTIMIZER_DEVICE = Setting(
     "offload_optimizer_device",
     variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
     values=_DEVICES,
-    words=("none", "cpu", "nvme"),
     off=("none",),
     profile_key="deepspeed.offload_optimizer",
 )
@@ -352,7 +349,6 @@ OFFLOAD_PARAM_DEVICE = Setting(
     "offload_param_device",
     variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     values=_DEVICES,
-    words=("none", "cpu", "nvme"),
     off=("none",),
     profile_key="deepspeed.offload_param",
 )
@@ -416,7 +412,7 @@ DEEPSPEED_FIELDS = Setting(variable="ACCELERATE_CONFIG_DS_FIELDS")
 MULTINODE_LAUNCHER = Setting(
     "deepspeed_multinode_launcher",
     same=("standard",),
-    implied=_MULTI_NODE,
+    reason=_MULTI_NODE,
     advice="Use --hosts HOSTS or --hostfile FILE to start the nodes over ssh, or launcher.kind: slurm",
 )
 DEEPSPEED = ConfigSection(
@@ -497,18 +493,18 @@ CP_BACKEND = Setting(
     variable="PARALLELISM_CONFIG_CP_BACKEND",
     launch_default="torch",
     argument="cp_backend",
-    words=("torch",),
+    values=Choices(("torch",)),
     takes_any_value=True,
-    implied="accel uses torch's too",
+    reason="accel uses torch's too",
 )
 CP_COMM_STRATEGY = Setting(
     "parallelism_config_cp_comm_strategy",
     variable="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
     launch_default="allgather",
     argument="cp_comm_strategy",
-    words=("allgather", "alltoall"),
+    values=Choices(("allgather", "alltoall")),
     same=("allgather",),
-    implied="torch always uses allgather",
+    reason="torch always uses allgather",
 )
 SP_SIZE = Setting(
     "parallelism_config_sp_size",

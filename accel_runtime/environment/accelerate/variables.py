@@ -43,9 +43,7 @@ _ALTERNATIVES = re.compile(r"[\w.]+(\|[\w.]+)*")
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
 _REFUSED = (megatron.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
 """Switches that accel rejects."""
-_HARMLESS = frozenset(
-    setting.variable for setting in (*launch.CLUSTER, *launch.OTHER_VARIABLES) if setting.is_harmless
-)
+_HARMLESS = frozenset(setting.variable for setting in (launch.DEBUG, *launch.OTHER_VARIABLES))
 """Variables that do not change a training."""
 _FSDP = tuple(setting for setting in sharding.FSDP.settings if setting.variable)
 
@@ -313,7 +311,8 @@ def _sharding(read: VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str
     for setting in _FSDP:
         # All are read, so that none is reported as unread.
         text = read.text(setting.variable).lower()
-        if setting.same is not None and text and text not in (setting.words or setting.same_texts):
+        is_known = setting is sharding.VERSION or text in setting.same_texts
+        if setting.same is not None and text and not is_known:
             read.ignore(setting.variable, "fully_shard has no such option, and it changes no number")
     variable, strategy = _strategy(read)
     if not strategy.shards:

@@ -711,12 +711,7 @@ def test_every_key_has_a_meaning_in_the_vocabulary_or_a_function():
     without = [
         setting.key
         for setting in settings
-        if not (
-            setting.implied
-            or setting.reason
-            or setting.profile_key
-            or setting in config_conversion._CONVERTED
-        )
+        if not (setting.reason or setting.profile_key or setting in config_conversion._CONVERTED)
     ]
     assert not without
     targets = {

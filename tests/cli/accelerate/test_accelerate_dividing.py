@@ -308,6 +308,24 @@ def test_a_mesh_that_does_not_match_the_number_of_processes_is_an_error():
         import_config("FSDP", parallelism_config={"parallelism_config_dp_shard_size": 8})
 
 
+@pytest.mark.parametrize(
+    ("kind", "sections", "key", "why"),
+    [
+        ("DEEPSPEED", {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config.dynamo_backend", "does not compile with"),
+        ("DEEPSPEED", {"dynamo_backend": "INDUCTOR"}, "dynamo_backend", "does not compile with"),
+        ("XLA", {"dynamo_backend": "INDUCTOR"}, "dynamo_backend", "does not compile with"),
+        ("MULTI_GPU", {"dynamo_config": {"dynamo_mode": "max-autotune"}}, "dynamo_config.dynamo_mode", "nothing is compiled"),
+        ("MULTI_CPU", {"parallelism_config": {"parallelism_config_tp_size": 4}}, "parallelism_config.parallelism_config_tp_size", "does not use it with"),
+        ("MULTI_CPU", {"tp_config": {"tp_size": 4}}, "tp_config.tp_size", "does not use it with"),
+    ],
+)  # fmt: skip
+def test_options_that_the_launcher_of_accelerate_does_not_pass_on_are_left_out(kind, sections, key, why):
+    result = import_config(kind, **sections)
+    assert why in map_reasons(result.left)[key]
+    assert not {"compile", "fully_shard"} & result.data.keys()
+    assert "tp" not in result.data.get("parallel", {})
+
+
 @pytest.mark.parametrize(("kind", "why"), [("NO", "is one process"), ("XLA", "launcher.spmd: true")])
 def test_parallel_sections_are_omitted_without_several_processes(kind, why):
     result = convert(

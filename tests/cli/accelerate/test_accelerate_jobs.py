@@ -61,6 +61,13 @@ def map_reasons(pairs: tuple[tuple[str, str], ...]) -> dict[str, str]:
     return {line.partition(": ")[0]: text for line, text in pairs}
 
 
+def test_the_compiler_of_a_job_is_that_of_the_file():
+    lines = "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_mode: max-autotune\n"
+    result = import_config(LEAST + lines)
+    assert result.data["compile"] == {"backend": "inductor", "mode": "max-autotune"}
+    assert "dynamo_config.dynamo_mode" not in map_reasons(result.left)
+
+
 def test_a_file_written_by_accelerate_becomes_the_same_job():
     result = import_config(WRITTEN)
     launcher = Profile.model_validate(result.data).launcher.model_dump(exclude_none=True)

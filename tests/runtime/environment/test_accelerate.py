@@ -112,6 +112,10 @@ def read_changed_settings(environ):
             FSDP | {"FSDP_IGNORED_MODULES": "layers.*.norm"},
             SHARDED | {"fully_shard_ignore": ("layers.*.norm",)},
         ),
+        (
+            FSDP | {"FSDP_IGNORED_MODULES": "lm_head|model.norm"},
+            SHARDED | {"fully_shard_ignore": ("lm_head", "model.norm")},
+        ),
         (SIZES, {"parallel_dp_shard": 2}),
         (FSDP | SIZES | {"PARALLELISM_CONFIG_TP_SIZE": "2"}, {"parallel_dp_shard": 2, "parallel_tp": 2}),
         (
@@ -134,7 +138,7 @@ def test_a_supported_variable_of_accelerate_changes_its_setting(environ, setting
     [
         (
             {"ACCELERATE_MIXED_PRECISION": "fp8"},
-            "'fp8': expected one of bf16, fp16. Set ACCEL_MIXED_PRECISION to bf16",
+            "'fp8': expected one of no, bf16, fp16. Set ACCEL_MIXED_PRECISION to bf16",
         ),
         ({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, "Choose one of several devices with CUDA_VISIBLE_DEVICES"),
         ({"ACCELERATE_LOG_LEVEL": "loud"}, "Invalid ACCELERATE_LOG_LEVEL 'loud': expected one of debug"),
