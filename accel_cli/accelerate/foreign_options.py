@@ -7,19 +7,19 @@ the command line, which refuses it with what to use instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_cli.accelerate.config_conversion import convert
 from accel_cli.accelerate.config_file import build_config, get_kind, read_data
+from accel_cli.accelerate.config_values import get_default
 from accel_cli.accelerate.variables import FP8, is_fp8, read_section
 from accel_cli.errors import UsageError
 from accel_cli.planning.launch_options import ConfigFile, find_foreign_option, normalize_option
 from accel_cli.planning.network import Endpoint
 from accel_cli.profile import yaml_io
-from accel_cli.profile.settings_sections import ENGINE_SECTIONS
 from accel_runtime.environment.accelerate import launch, megatron, sharding
 from accel_runtime.environment.accelerate.setting import ConfigSection, Setting
 
@@ -38,6 +38,7 @@ _SWITCHES: Mapping[str, ConfigSection] = {
 }
 """The options that use the keys of a section."""
 _ENGINES = (*_OWN_ENGINES, megatron.MEGATRON_LM)
+_ENGINE_FILES = frozenset(engine.file.profile_key for engine in sharding.ENGINES)
 _FP8_VARIABLES = (*(setting.variable for setting in launch.FP8.settings), *launch.FP8_OVERRIDES)
 _SILENT = frozenset(
     {
@@ -480,15 +481,18 @@ def _translate_sharding(command: _Command) -> None:
     kept |= {*_FP8_VARIABLES} if formats else set()
     _check_effect(after.unused if is_passed else convert(merged, "the options").left, options, typed)
     sources = {setting.variable: typed[name] for name, (_, setting) in options.items()}
-    has_section = _add_engine(command, before, after, options, typed)
-    is_engine = kind in {section.distributed_type for section in _ENGINES} and not has_section
-    of_profile = {"parallel", "fully_shard"} if not (is_engine or has_section) else set()
-    for key, value in after.values.items():
+    own = {words.name for words in sharding.ENGINES if words.switch.profile_key in after.values}
+    is_engine = kind in {section.distributed_type for section in _ENGINES} and not own
+    of_profile = own or (set() if is_engine else {"parallel", "fully_shard"})
+    if own:
+        sources |= {setting.profile_key: typed[name] for name, (_, setting) in options.items()}
+        of_profile = {*of_profile, steps.profile_key}
+    for key, value in _list_changes(before.values, after.values):
         section, _, variable = key.partition(".")
-        if before.values.get(key) == value:
-            continue
-        if section in of_profile:
-            command.add(key, yaml_io.inline(value), source)
+        if {section, key} & of_profile:
+            # A path stays as typed: relative to the current folder.
+            text = sources[key].value if key in _ENGINE_FILES else yaml_io.inline(value)
+            command.add(key, text, sources.get(key, source))
         elif section == "env" and (
             variable in kept or value == FP8 or (is_passed and variable not in _SILENT)
         ):
@@ -497,31 +501,13 @@ def _translate_sharding(command: _Command) -> None:
         command.engine = source
 
 
-def _add_engine(
-    command: _Command,
-    before: ConfigFile,
-    after: ConfigFile,
-    options: Mapping[str, tuple[ConfigSection, Setting]],
-    typed: Mapping[str, _Option],
-) -> bool:
-    """Add the keys of an engine's section that options change, compared to the file; return whether it is used."""
-    if not any(engine.switch.profile_key in after.values for engine in sharding.ENGINES):
-        return False
-    defaults = {
-        f"{name}.{key}": field.default
-        for name in ENGINE_SECTIONS.names
-        for key, field in ENGINE_SECTIONS[name].model_fields.items()
-    }
-    sources = {setting.profile_key: typed[name] for name, (_, setting) in options.items()}
-    steps = sharding.GRADIENT_ACCUMULATION_STEPS.profile_key
-    for key in (*defaults, steps):
-        value = after.values.get(key, defaults.get(key, 1))
-        if before.values.get(key, defaults.get(key, 1)) != value:
-            # A path stays as typed: relative to the current folder.
-            is_path = key in {engine.file.profile_key for engine in sharding.ENGINES}
-            text = sources[key].value if is_path else yaml_io.inline(value)
-            command.add(key, text, sources.get(key, next(iter(typed.values()))))
-    return True
+def _list_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that options change, with their values; an option may return a key of the file to its default."""
+    for key in dict.fromkeys([*after, *before]):
+        default = None if key.startswith(("env.", "launcher.")) else get_default(key)
+        value = after.get(key, default)
+        if value is not None and before.get(key, default) != value:
+            yield key, value
 
 
 def _choose_kind(command: _Command, kinds: Sequence[str]) -> str:

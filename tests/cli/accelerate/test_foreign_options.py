@@ -50,6 +50,9 @@ def launch(cwd, capfd, monkeypatch):
     for path, name in CONFIGS.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(yaml.safe_dump(FILES[name]["file"]))
+    fsdp2 = FILES["trl-fsdp2"]["file"]
+    offloading = {**fsdp2, "fsdp_config": {**fsdp2["fsdp_config"], "fsdp_offload_params": True}}
+    (cwd / "fsdp2-offloading.yaml").write_text(yaml.safe_dump(offloading))
     (cwd / "train.py").write_text("raise SystemExit(7)")
     (cwd / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
     return partial(call_accel, capfd, "launch", "--dry-run")
@@ -142,8 +145,8 @@ def test_a_command_of_public_documentation_becomes_a_plan(launch, source, comman
         (
             ("--use_deepspeed --zero_stage 3 --offload_param_device cpu --offload_optimizer_device none --zero3_init_flag false "
             "--gradient_clipping 1.0 --gradient_accumulation_steps 4 --zero3_save_16bit_model true --num_processes 2"),
-            ("--nproc-per-node 2 --set deepspeed.stage=3 --set deepspeed.offload_param=cpu --set deepspeed.gradient_clipping=1.0 "
-            "--set gradient_accumulation_steps=4 --set env.ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true"),
+            ("--nproc-per-node 2 --set gradient_accumulation_steps=4 --set deepspeed.stage=3 --set deepspeed.offload_param=cpu "
+            "--set deepspeed.gradient_clipping=1.0 --set env.ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true"),
         ),
         (
             "--config_file zero3.yaml --num_processes 2 --zero_stage 2",
@@ -152,6 +155,10 @@ def test_a_command_of_public_documentation_becomes_a_plan(launch, source, comman
         (
             "--config_file fsdp2.yaml --use_fsdp --fsdp_offload_params true",
             "--config-file fsdp2.yaml --set fully_shard.cpu_offload=true",
+        ),
+        (
+            "--config_file fsdp2-offloading.yaml --use_fsdp --fsdp_offload_params false",
+            "--config-file fsdp2-offloading.yaml --set fully_shard.cpu_offload=false",
         ),
         ("--config_file fsdp1.yaml --use_fsdp --num_machines 1", "--config-file fsdp1.yaml --nnodes 1"),
         (
