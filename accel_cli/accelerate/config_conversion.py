@@ -248,18 +248,17 @@ _CONVERTED: Mapping[Setting, KeyRule] = {
 """The rules of keys of the launcher, and of those that mean one key together; the setting has the parser."""
 
 
-def _build_rules(settings: Iterable[Setting], section: str = "") -> dict[str, KeyRule]:
-    return {setting.key: build_rule(setting, _CONVERTED, section) for setting in settings if setting.key}
+def _build_rules(
+    settings: Iterable[Setting], section: str = "", converted: Mapping[Setting, KeyRule] = _CONVERTED
+) -> dict[str, KeyRule]:
+    return {each.key: build_rule(each, converted, section) for each in settings if each.key}
 
 
-def _build_section(section: ConfigSection, converted: Mapping[Setting, KeyRule]) -> dict[str, KeyRule]:
+def _build_section(
+    section: ConfigSection, converted: Mapping[Setting, KeyRule] = _CONVERTED
+) -> dict[str, KeyRule]:
     others = {"*": drop(section.reason, *section.off)} if section.reason else {}
-    rules = {
-        each.key: build_rule(each, {**_CONVERTED, **converted}, section.key)
-        for each in section.settings
-        if each.key
-    }
-    return {**rules, **others}
+    return {**_build_rules(section.settings, section.key, {**_CONVERTED, **converted}), **others}
 
 
 CLUSTER_KEYS: Mapping[str, KeyRule] = {
@@ -276,7 +275,7 @@ JOB_KEYS: Mapping[str, Mapping[str, KeyRule]] = {
 }
 """The keys of a file of each other `compute_environment`."""
 SECTIONS: Mapping[str, Mapping[str, KeyRule]] = {
-    **{section.key: _build_section(section, {}) for section in launch.SECTIONS},
+    **{section.key: _build_section(section) for section in launch.SECTIONS},
     **{words.file.key: ENGINE_RULES[words.name].file for words in _ENGINES},
     **{job.section: job.arguments for job in _JOBS},
 }
