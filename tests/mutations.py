@@ -126,10 +126,10 @@ MUTATIONS = (
     ),
     Mutation(
         "members that a launcher keeps for itself in a patch",
-        "accel_cli.launchers.patch:PatchRules.check",
+        "accel_cli.launchers.manifest:PatchRules.check",
         skip_loop("items"),
         (
-            "tests/cli/launchers/test_patch.py::test_what_a_launcher_sets_is_neither_changed_nor_removed_nor_replaced",
+            "tests/cli/launchers/test_manifest.py::test_what_a_launcher_sets_is_neither_changed_nor_removed_nor_replaced",
         ),
     ),
     Mutation(

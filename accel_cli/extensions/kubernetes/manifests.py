@@ -20,7 +20,7 @@ from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.fields import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
 from accel_cli.launchers.job_service import get_user
-from accel_cli.launchers.patch import PatchRules, merge_patch
+from accel_cli.launchers.manifest import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     check_engine_files,
     check_selected,

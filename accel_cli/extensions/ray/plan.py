@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
+from accel_cli.launchers.manifest import PatchRules, merge_patch
 from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
-from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     Selection,
     check_engine_files,

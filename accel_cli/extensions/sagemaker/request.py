@@ -16,8 +16,8 @@ from accel_cli.extensions.sagemaker.aws import format_hint, load_service_model
 from accel_cli.extensions.sagemaker.fields import CHANNEL, InputChannel, SageMakerSection
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.launcher import LaunchSpec
+from accel_cli.launchers.manifest import PatchRules, merge_patch
 from accel_cli.launchers.node_launch import build_node_options
-from accel_cli.launchers.patch import PatchRules, merge_patch
 from accel_cli.planning.plan import JobPlan, name_target
 
 __all__ = [

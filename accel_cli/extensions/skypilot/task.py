@@ -17,7 +17,7 @@ from typing_extensions import override
 from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.extensions.skypilot.fields import SkyPilotSection
-from accel_cli.launchers.patch import PatchRules, merge_patch
+from accel_cli.launchers.manifest import PatchRules, merge_patch
 from accel_cli.launchers.source_files import (
     Selection,
     check_engine_files,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
-from accel_cli.launchers.patch import PatchRules, merge_patch
+from accel_cli.launchers.manifest import PatchRules, merge_patch
 
 RULES = PatchRules(
     "launcher.pod", {"containers": "name"}, frozenset({"added"}), {"containers[main].command": "Do not."}
