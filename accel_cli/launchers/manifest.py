@@ -1,14 +1,18 @@
-"""Patches of a profile: what it adds to the request of a job, merged into what the launcher generates."""
+"""The native manifest of a job: what the profile adds to it, merged into what the launcher generates, and its text as YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import yaml
+from typing_extensions import override
+
 from accel_cli.errors import UsageError
 
-__all__ = ["PatchRules", "merge_patch"]
+__all__ = ["PatchRules", "format_manifests", "merge_patch"]
 
 _DIRECTIVE, _DELETE = "$patch", "delete"
 """The member of an item that removes the generated item of the same name, as for kubectl."""
@@ -91,3 +95,31 @@ def _merge_item(old: Mapping[str, Any], change: Mapping[str, Any], rules: PatchR
     is_removed = change.get(_DIRECTIVE) == _DELETE
     rules.check(path, None if is_removed else change)
     return None if is_removed else merge_patch(old, change, rules, path)
+
+
+# As YAML
+
+_AMBIGUOUS = re.compile(r"[-+]?\.?[0-9][\w.:+-]*|[yYnN]")
+"""Text that readers of YAML 1.2 or in Go take for a number or a truth value without quotes, but PyYAML does not: 1e3, 089, y."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as a block, text that could be a number in quotes, and no references to equal data."""
+
+    def represent_str(self, data: str) -> Any:
+        style = "|" if "\n" in data else "'" if _AMBIGUOUS.fullmatch(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+    @override
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def format_manifests(manifests: Sequence[Any]) -> str:
+    """Return manifests as documents of YAML, without a newline at the end."""
+    # One line for each text, which may be a script.
+    text = yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**9)
+    return str(text).rstrip("\n")

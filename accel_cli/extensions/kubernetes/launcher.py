@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -13,10 +12,8 @@ from accel_cli.extensions.kubernetes.cluster import KubernetesCluster, has_kubec
 from accel_cli.extensions.kubernetes.fields import KubernetesSection
 from accel_cli.extensions.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
 from accel_cli.extensions.kubernetes.service import KubernetesJobs, open_jobs, submit
-from accel_cli.launchers import job_launcher, torchrun
+from accel_cli.launchers import job_launcher
 from accel_cli.launchers.launcher import LaunchSpec, Plan
-from accel_cli.launchers.node_launch import build_node_options
-from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.plan import name_target
 
@@ -25,8 +22,6 @@ __all__ = ["Kubernetes"]
 _MANIFEST = LaunchOption(
     "--manifest", "Print only the manifests, for kubectl create -f -, and run nothing.", only_prints=True
 )
-_NODE_KEYS = {"rdzv_timeout", "max_restarts", "ranks", "shutdown_timeout", *torchrun.PASSED_KEYS}
-"""Keys of torchrun that `accel launch` in each pod receives."""
 
 
 class Kubernetes(KubernetesSection):
@@ -71,35 +66,23 @@ class Kubernetes(KubernetesSection):
         self._check_env(spec)
         num_gpus, source = self.gpus
         count = job_launcher.count_processes(spec, self.nproc_per_node, num_gpus, source)
-        options = build_node_options({"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)})
-        sends_files = self.source == "folder" and not spec.is_builtin
-        target: str = spec.target
-        cwd: str | None = None
-        if sends_files:
-            cure = "use launcher.source: image if the image has the script"
-            target, cwd = locate_target(spec.target, spec.kind, self.source_dir, cure)
+        target, sent = self.locate(spec, "use launcher.source: image if the image has the script")
         job = KubernetesJobPlan(
             section=self,
             name=self.job_name or name_target(spec.target),
-            args=("--quiet", "--no-profile", *options, *spec.build_arguments(target)),
+            args=("--quiet", "--no-profile", *self.build_options(count), *spec.build_arguments(target)),
             env={**spec.env, **spec.settings.to_env()},
             nproc_per_node=count,
-            cwd=cwd,
-            needed=str(Path(cwd or ".", target if spec.kind == "script" else "")),
-            detach="detach" in spec.option_values,
-            jobs_options=spec.jobs_options,
+            sent=sent,
         )
         _check_text(job)
-        gpus = "GPU" if num_gpus else "cpu"
-        return Plan(
-            launcher=self.kind,
+        return self.build_plan(
+            spec,
+            job,
             argv=("accel", "launch", *job.args),
             env=job.env,
-            device=gpus if spec.settings.device == "auto" else spec.settings.device,
-            target=spec.target,
-            nnodes=self.nnodes,
             nproc_per_node=count,
-            job=job,
+            device="GPU" if num_gpus else "cpu",
         )
 
     @override

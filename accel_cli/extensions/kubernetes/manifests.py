@@ -12,22 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.console import is_secret
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.fields import INSTANCE, MANAGED_BY, OWNER, KubernetesSection
+from accel_cli.launchers.job_launcher import SentFolder, clean_name
 from accel_cli.launchers.job_service import get_user
-from accel_cli.launchers.manifest import PatchRules, merge_patch
-from accel_cli.launchers.source_files import (
-    check_engine_files,
-    check_selected,
-    describe_selection,
-    select_files,
-    write_archive,
-)
+from accel_cli.launchers.manifest import PatchRules, format_manifests, merge_patch
+from accel_cli.launchers.source_files import Selection, describe_selection
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
 from accel_runtime.environment.settings import FAILURE_FILE, find_nearest
@@ -82,8 +76,6 @@ _GRACE_S = 10
 """Seconds after the shutdown timeout until Kubernetes kills what still runs."""
 _REFERENCE = re.compile(r"\$(?=[($])")
 """The start of a reference `$(NAME)`, which Kubernetes replaces in arguments and variables, or of its escape."""
-_AMBIGUOUS = re.compile(r"[-+]?\.?[0-9][\w.:+-]*|[yYnN]")
-"""Text that kubectl reads as a number or a truth value without quotes, but PyYAML does not: 1e3, 089, y."""
 SOURCE_VOLUME = "source"
 """The name of the volume with the files of the working folder."""
 _ITEM_KEYS = {
@@ -124,48 +116,27 @@ class KubernetesJobPlan(JobPlan):
     """The variables of every pod."""
     nproc_per_node: int
     """The number of processes in every pod."""
-    cwd: str | None
-    """The working directory in the folder that is sent; None if no folder is sent."""
-    needed: str
-    """The file or folder without which the job cannot run, in the folder that is sent."""
+    sent: SentFolder | None
+    """The folder whose files it carries; None if it carries none."""
 
     @override
     def preview(self) -> str:
         """Return the manifests as YAML, with the files of the archive in comments at the end."""
-        manifests = render(self, name_job(self), format_user(), read_source(self))
-        text = yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=10**9).rstrip("\n")
-        if self.cwd is None:
-            return text
-        section = self.section
-        selection = select_files(Path(section.source_dir), section.include, section.exclude)
-        return "\n".join([text, *(f"# {line}" for line in describe_selection(selection))])
-
-
-class _ManifestDumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and text that could be a number in quotes."""
-
-    def represent_str(self, data: str) -> Any:
-        style = "|" if "\n" in data else "'" if _AMBIGUOUS.fullmatch(data) else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - labels are written in full each time
-        return True
-
-
-_ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
+        archive, selection = read_source(self)
+        text = format_manifests(render(self, name_job(self), format_user(), archive))
+        return "\n".join(
+            [text, *(f"# {line}" for line in (describe_selection(selection) if selection else ()))]
+        )
 
 
 def name_job(job: KubernetesJobPlan) -> str:
     """Return a new name of a job, which ends with random characters."""
-    stem = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
-    # The name of a Service begins with a letter.
-    stem = stem if stem[:1].isalpha() else f"job-{stem}".rstrip("-")
     random = "".join(secrets.choice("bcdfghjklmnpqrstvwxz2456789") for _ in range(_NUM_RANDOM))
     longest = _MAX_NAME
     if job.section.kubeflow or job.section.jobset:
         # JobSet checks the names of pods: `NAME-node-0-INDEX-abcde`.
         longest = _MAX_LABEL - len(f"-{NODE_CONTAINER}-0-{job.section.nnodes - 1}-abcde")
-    return f"{stem[: longest - 1 - _NUM_RANDOM].rstrip('-')}-{random}"
+    return f"{clean_name(job.name, longest - 1 - _NUM_RANDOM)}-{random}"
 
 
 def format_user() -> str:
@@ -173,23 +144,17 @@ def format_user() -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", get_user())[:_MAX_LABEL].strip("-_.") or "unknown"
 
 
-def read_source(job: KubernetesJobPlan) -> bytes | None:
-    """Return the archive of the folder that is sent; None if none is.
+def read_source(job: KubernetesJobPlan) -> tuple[bytes | None, Selection | None]:
+    """Return the archive of the folder that is sent, and its files; None if none is.
 
     Raises:
         UsageError: A file that the job needs is not among them, or the archive does not fit a ConfigMap.
     """
-    if job.cwd is None:
-        return None
-    section = job.section
-    selection = select_files(Path(section.source_dir), section.include, section.exclude)
-    for note in selection.notes:
-        console.note(note)
-    check_selected(selection, job.needed)
-    check_engine_files(selection, job.cwd, job.env)
+    if job.sent is None:
+        return None, None
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         archive = Path(scratch, _ARCHIVE)
-        write_archive(selection, archive)
+        selection = job.sent.write(job.env, archive)
         data = archive.read_bytes()
     if len(data) > _MAX_SOURCE:
         largest = ", ".join(
@@ -200,7 +165,7 @@ def read_source(job: KubernetesJobPlan) -> bytes | None:
             f"carries at most 1 MiB. The largest are {largest}. Add files to launcher.exclude or .gitignore, or put them into "
             "the image or on a volume and set launcher.source: image."
         )
-    return data
+    return data, selection
 
 
 def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) -> list[dict[str, Any]]:
@@ -428,7 +393,7 @@ def _build_command(job: KubernetesJobPlan, script: list[str], *, has_source: boo
         lines.append('[ -w "$HOME" ] || export HOME=/tmp LOGNAME="${LOGNAME:-accel}"')
     if has_source:
         lines += [f"cd {_WORKSPACE}", f"tar -xzf {_SOURCE}/{_ARCHIVE}"]
-        lines += [f"cd {shlex.quote(job.cwd)}"] if job.cwd not in {None, "."} else []
+        lines += [f"cd {shlex.quote(job.sent.cwd)}"] if job.sent and job.sent.cwd != "." else []
     elif job.section.working_dir:
         lines.append(f"cd {shlex.quote(job.section.working_dir)}")
     lines += [*script, 'exec accel launch "$@"']

@@ -371,7 +371,8 @@ def submit(plan: Plan) -> int:
     cluster = KubernetesCluster(section.context, section.namespace)
     jobs = open_jobs(cluster, kubeflow=section.kubeflow, jobset=section.jobset)
     name = name_job(job)
-    _create(jobs, name, render(job, name, format_user(), read_source(job)))
+    archive, _ = read_source(job)
+    _create(jobs, name, render(job, name, format_user(), archive))
     return follow_submission(jobs, name, job)
 
 

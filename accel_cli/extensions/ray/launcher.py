@@ -16,9 +16,7 @@ from accel_cli.errors import UsageError
 from accel_cli.extensions.ray.plan import RayJobPlan, RayRun
 from accel_cli.launchers import job_launcher, torchrun
 from accel_cli.launchers.launcher import LaunchSpec, Plan
-from accel_cli.launchers.node_launch import build_node_options
 from accel_cli.launchers.sections import Choice, ExpandedPath, ItemError, Question, match
-from accel_cli.launchers.source_files import locate_target
 from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
@@ -32,9 +30,6 @@ _RESERVED = {"CPU": "launcher.cpus_per_process", "GPU": "launcher.gpus_per_node"
 """Resources of Ray that other keys set."""
 _OTHER_ACCELERATORS = frozenset({"HPU", "NPU", "RBLN", "neuron_cores"})
 """Resources of Ray of which each may be a device, or a part of one."""
-
-_NODE_KEYS = {"max_restarts", "ranks", "shutdown_timeout", *torchrun.PASSED_KEYS}
-"""Keys of torchrun that `accel launch` on each node receives."""
 
 
 def _check_resources(value: dict[str, float]) -> dict[str, float]:
@@ -176,8 +171,8 @@ class Ray(job_launcher.JobLauncher):
         _check_env(spec.env, "env")
         _check_env(self.runtime_env.get("env_vars") or {}, "launcher.runtime_env.env_vars")
         count = job_launcher.count_processes(spec, self.nproc_per_node, self.gpus_per_node)
-        sends_source = self.source == "folder" and not spec.is_builtin
-        target, folder = self._locate_target(spec, sends_source=sends_source)
+        target, sent = self.locate(spec, "use launcher.source: shared if all nodes have it at the same path")
+        shared = None if spec.is_builtin else self.working_dir or str(Path.cwd())
         settings = spec.settings
         if not self.gpus_per_node and not self.resources:
             if settings.device not in {"auto", "cpu"}:
@@ -193,11 +188,11 @@ class Ray(job_launcher.JobLauncher):
         run = RayRun(
             nnodes=self.nnodes,
             bundle=self._build_bundle(count, on_cpu=spec.settings.device == "cpu"),
-            options=build_node_options({"nproc_per_node": count, **self.model_dump(include=_NODE_KEYS)}),
+            options=self.build_options(count),
             target=spec.build_arguments(target),
             env={**threads, **spec.env, **settings.to_env()},
-            sends_source=sends_source,
-            folder=folder,
+            sends_source=sent is not None,
+            folder=sent.cwd if sent else shared,
             script=target if spec.kind == "script" else None,
             fixed_ranks=self.max_restarts == 0,
             max_retries=self.max_retries,
@@ -212,23 +207,16 @@ class Ray(job_launcher.JobLauncher):
             requirements=self._read_requirements(),
             runtime_env=self.runtime_env,
             submission=self.job,
-            source_dir=self.source_dir,
-            include=tuple(self.include),
-            exclude=tuple(self.exclude),
+            sent=sent,
             run=run,
-            detach="detach" in spec.option_values,
-            jobs_options=spec.jobs_options,
         )
-        gpus = "GPU" if self.gpus_per_node else "auto" if self.resources else "cpu"
-        return Plan(
-            launcher=self.kind,
-            argv=tuple(job.entrypoint.split()),
+        return self.build_plan(
+            spec,
+            job,
+            argv=job.entrypoint.split(),
             env=run.env,
-            device=gpus if spec.settings.device == "auto" else spec.settings.device,
-            target=spec.target,
-            nnodes=self.nnodes,
             nproc_per_node=count,
-            job=job,
+            device="GPU" if self.gpus_per_node else "auto" if self.resources else "cpu",
         )
 
     @override
@@ -249,13 +237,6 @@ class Ray(job_launcher.JobLauncher):
         gpus = 0 if on_cpu else self.gpus_per_node
         bundle = {"CPU": nproc_per_node * self.cpus_per_process, "GPU": gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
-
-    def _locate_target(self, spec: LaunchSpec, *, sends_source: bool) -> tuple[str, str | None]:
-        """Return the target, and the working folder: by its path in the source if that is sent."""
-        if not sends_source:
-            return spec.target, None if spec.is_builtin else self.working_dir or str(Path.cwd())
-        cure = "use launcher.source: shared if all nodes have it at the same path"
-        return locate_target(spec.target, spec.kind, self.source_dir, cure)
 
     def _read_requirements(self) -> tuple[str, ...]:
         """Return the lines of the requirements file."""

@@ -12,21 +12,14 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import yaml
 from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.launchers.manifest import PatchRules, merge_patch
+from accel_cli.launchers.job_launcher import SentFolder
+from accel_cli.launchers.manifest import PatchRules, format_manifests, merge_patch
 from accel_cli.launchers.node_launch import build_command, build_rendezvous_options
-from accel_cli.launchers.source_files import (
-    Selection,
-    check_engine_files,
-    check_selected,
-    describe_selection,
-    select_files,
-    write_archive,
-)
+from accel_cli.launchers.source_files import describe_selection
 from accel_cli.planning.network import Endpoint
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan, join_for_bash
@@ -129,9 +122,8 @@ class RayJobPlan(JobPlan):
     """The patch of the runtime environment."""
     submission: Mapping[str, Any] = field(default_factory=dict)
     """The patch of the arguments of Ray's client."""
-    source_dir: str
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
+    sent: SentFolder | None
+    """The folder whose files it carries; None if it carries none."""
     run: RayRun
 
     @property
@@ -214,27 +206,12 @@ class RayJobPlan(JobPlan):
             f"command of the first node: {join_for_bash(command)}",
         ]
 
-    def list_files(self) -> Selection | None:
-        """Return the files that the job carries; None if it carries none.
-
-        Raises:
-            UsageError: A file that the job needs is not among them.
-        """
-        run = self.run
-        if not run.sends_source:
-            return None
-        selection = select_files(Path(self.source_dir), self.include, self.exclude)
-        check_selected(selection, Path(run.folder or ".", run.script or ""))
-        check_engine_files(selection, run.folder or ".", run.env)
-        return selection
-
     @override
     def preview(self) -> str:
         """Return the request as YAML, secrets masked, with the files that the job carries."""
-        selection = self.list_files()
         env = {key: console.mask_secrets(key, value) for key, value in self.run.env.items()}
         submission = self.build_request(
-            f"{RUN_FILE}{f', {ARCHIVE}' if selection else ''}", f"{self.name}-...", {}
+            f"{RUN_FILE}{f', {ARCHIVE}' if self.sent else ''}", f"{self.name}-...", {}
         )
         self.check_request(submission)
         variables = submission["runtime_env"]["env_vars"]
@@ -243,8 +220,8 @@ class RayJobPlan(JobPlan):
             **{name: value for name, value in submission.items() if value != {}},
             RUN_FILE: json.loads(replace(self.run, env=env).to_json()),
         }
-        lines = yaml.safe_dump(request, sort_keys=False, allow_unicode=True, width=10**9).splitlines()
-        return "\n".join([*lines, *(describe_selection(selection) if selection else ())])
+        files = describe_selection(self.sent.select(self.run.env)) if self.sent else ()
+        return "\n".join([format_manifests([request]), *files])
 
 
 @contextmanager
@@ -253,14 +230,11 @@ def write_folder(job: RayJobPlan, job_id: str) -> Iterator[Path]:
 
     The source is an archive: Ray would leave out files that git ignores, and jobs with equal files share a folder.
     """
-    selection = job.list_files()
-    for note in selection.notes if selection else ():
-        console.note(note)
     with tempfile.TemporaryDirectory(prefix="accel-") as scratch:
         folder = Path(scratch)
         run = replace(job.run, job_id=job_id)
         (folder / RUN_FILE).touch(mode=0o600)  # Ray keeps the mode
         (folder / RUN_FILE).write_text(run.to_json(), encoding="utf-8")
-        if selection:
-            write_archive(selection, folder / ARCHIVE)
+        if job.sent:
+            job.sent.write(run.env, folder / ARCHIVE)
         yield folder

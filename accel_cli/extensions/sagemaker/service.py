@@ -43,6 +43,7 @@ from accel_cli.extensions.sagemaker.request import (
 )
 from accel_cli.extensions.sagemaker.roles import resolve_role
 from accel_cli.launchers import source_files
+from accel_cli.launchers.job_launcher import SentFolder
 from accel_cli.launchers.job_service import Job, Jobs, Log, PollIntervals, follow_submission
 from accel_cli.planning.plan import Plan
 from accel_runtime.environment.settings import variable_name
@@ -438,11 +439,11 @@ def _select_source(job: SageMakerJobPlan) -> source_files.Selection:
     section, run = job.section, job.run
     if job.source is None:
         return source_files.Selection(Path.cwd(), ())
-    selection = source_files.select_files(Path(job.source), section.include, section.exclude)
+    script = run["target"] if run["kind"] == "script" else None
+    include, exclude = tuple(section.include), tuple(section.exclude)
+    selection = SentFolder(job.source, include, exclude, run["cwd"], script).select(run["settings"])
     for note in selection.notes:
         console.note(note)
-    source_files.check_selected(selection, Path(run["cwd"], run["target"] if run["kind"] == "script" else ""))
-    source_files.check_engine_files(selection, run["cwd"], run["settings"])
     if run["requirements"]:
         source_files.check_selected(selection, run["requirements"])
     bundle.check_size(selection, section.max_upload_size)

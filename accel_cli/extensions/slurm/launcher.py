@@ -264,20 +264,18 @@ class Slurm(JobLauncher):
             )
         source = "gpus_per_node" if count_gpus(self.gpus_per_node) else "sbatch_args"
         count = count_processes(spec, self.nproc_per_node, self.gpus, source)
-        return Plan(
-            launcher=self.kind,
+        job = SlurmJobPlan(
+            script=self._format_batch_script(spec, count),
+            array=self.array or "",
+            output_dir=self.output_dir,
+        )
+        return self.build_plan(
+            spec,
+            job,
             argv=("sbatch", "--parsable", "--export=ALL"),
             env=build_environment(spec, {}),
-            device=spec.settings.device if spec.settings.device != "auto" else "GPU" if self.gpus else "cpu",
-            nnodes=self.nnodes,
             nproc_per_node=count,
-            job=SlurmJobPlan(
-                script=self._format_batch_script(spec, count),
-                array=self.array or "",
-                output_dir=self.output_dir,
-                detach="detach" in spec.option_values,
-                jobs_options=spec.jobs_options,
-            ),
+            device="GPU" if self.gpus else "cpu",
         )
 
     @override

@@ -123,7 +123,7 @@ def plan(section, *args, **options):
 
 def render(section, *args, archive=b"files", **options):
     job = plan(section, *args, **options).job
-    return manifests.render(job, "my-run-x7k2p", "ann", archive if job.cwd is not None else None)
+    return manifests.render(job, "my-run-x7k2p", "ann", archive if job.sent else None)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -205,7 +205,7 @@ def test_the_script_runs_in_the_folder_of_the_launch(cwd, monkeypatch):
     section = Kubernetes(image="i", source_dir="..")
     for target in ("x.py", str(cwd / "a b" / "x.py")):
         job = plan(section, target=target).job
-        assert (job.cwd, job.needed, job.args[-1]) == ("a b", "a b/x.py", "x.py")
+        assert (job.sent.cwd, job.sent.script, job.args[-1]) == ("a b", "x.py", "x.py")
     assert (
         "\ncd 'a b'\n"
         in render(section, target="x.py")[-1]["spec"]["template"]["spec"]["containers"][0]["command"][2]
@@ -220,7 +220,8 @@ def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
         UsageError, match=r"carries at most 1 MiB\. The largest are data\.txt .*launcher\.source: image"
     ):
         manifests.read_source(plan(Kubernetes(image="i")).job)
-    assert manifests.read_source(plan(Kubernetes(image="i", exclude=["data.txt"])).job)
+    archive, selection = manifests.read_source(plan(Kubernetes(image="i", exclude=["data.txt"])).job)
+    assert (bool(archive), [file.name for file in selection.files]) == (True, ["train.py"])
     with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
         manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.txt"])).job)
 

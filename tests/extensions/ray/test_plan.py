@@ -219,7 +219,7 @@ def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkey
 
 def test_a_file_that_the_job_needs_must_be_among_those_that_are_sent():
     with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
-        plan(Ray(exclude=["*.py"])).job.list_files()
+        plan(Ray(exclude=["*.py"])).job.preview()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_the_missing_package_is_named_with_the_command_that_installs_it(cwd, cap
     assert "'ray[default]>=2.40'" in done.stderr
     monkeypatch.setattr(job_launcher, "find_spec", lambda _: None)
     assert Ray.get_missing_requirement() == "ray"
-    assert plan(Ray(source="shared")).job.list_files() is None
+    assert plan(Ray(source="shared")).job.sent is None
 
 
 # The state of jobs -----------------------------------------------------------

@@ -74,10 +74,6 @@ def test_the_folder_of_a_job_has_the_task_and_the_source(cwd):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (
-            {"task": {"file_mount": {}}},
-            r"launcher\.task\.file_mount: a task has no such member\. Did you mean file_mounts\?",
-        ),
         ({"task": {"run": "x"}}, r"Cannot set launcher\.task\.run.*Pass the script"),
         ({"task": {"resources": {"image_id": "x"}}}, r"Set launcher\.image\."),
         ({"task": {"resources": None}}, r"Cannot set launcher\.task\.resources"),
