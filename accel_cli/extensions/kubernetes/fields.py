@@ -19,7 +19,6 @@ _WEEK_S = 7 * 86400
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _NAME = rf"{_LABEL}(\.{_LABEL})*"
 """A name of Kubernetes: DNS-1123."""
-_QUANTITY = r"\d+(\.\d+)?(m|k|Ki|[MGTPE]i?)?"
 _RUNTIME = "torch-distributed"
 _POD_GRACE_S = 30
 """Seconds that Kubernetes gives pods to end, unless their manifest says otherwise."""
@@ -91,14 +90,11 @@ class KubernetesSection(job_launcher.JobLauncher):
     gpu_resource: Annotated[
         str, match(rf"{_NAME}/[\w.-]+", "a resource such as nvidia.com/gpu or amd.com/gpu")
     ] = Field("nvidia.com/gpu", description="Name of the GPUs in the cluster, such as `amd.com/gpu`.")
-    resources: Annotated[
-        dict[str, int | str],
-        _match_items(r"[\w./-]+", _QUANTITY, "resources such as cpu: 8 and memory: 64Gi"),
-    ] = Field(
+    resources: dict[str, int | str] = Field(
         default_factory=dict,
         description="Other resources of each pod, requested and limited to: `{cpu: 8, memory: 64Gi}`.",
     )
-    shared_memory: Annotated[str | None, match(_QUANTITY, "a size such as 16Gi")] = Field(
+    shared_memory: str | None = Field(
         None,
         description="Maximum size of `/dev/shm`, which counts as memory of the pod; unset is the limit of its memory.",
     )
@@ -197,15 +193,12 @@ class KubernetesSection(job_launcher.JobLauncher):
     priority_class: _Name | None = Field(None, description="Priority class of the pods.")
     labels: Annotated[
         dict[str, str],
-        _match_items(r"[\w./-]{1,317}", r"([A-Za-z0-9]([\w.-]{0,61}[A-Za-z0-9])?)?", "labels of Kubernetes"),
         AfterValidator(_check_labels),
     ] = Field(
         default_factory=dict,
         description="More labels of the job and its pods: `kueue.x-k8s.io/queue-name: training`.",
     )
-    annotations: dict[
-        Annotated[str, match(r"[\w./-]{1,317}", "an annotation of Kubernetes as the key")], str
-    ] = Field(
+    annotations: dict[str, str] = Field(
         default_factory=dict,
         description="Annotations of the job and its pods: `sidecar.istio.io/inject: 'false'`.",
     )
@@ -349,30 +342,9 @@ class KubernetesSection(job_launcher.JobLauncher):
             raise ValueError(
                 "ttl: a TrainJob cannot set it, and remains until kubectl delete trainjob deletes it"
             )
-        if self.time and self.trainer_version == "2.1":
-            raise ValueError(
-                "time: a TrainJob can set it since Kubeflow Trainer 2.2; remove it, or set it in the runtime"
-            )
         if self.shutdown_timeout > _POD_GRACE_S and self.runtime == _RUNTIME:
             raise ValueError(
                 f"shutdown_timeout: the pods of the runtime {_RUNTIME} are killed after {_POD_GRACE_S} seconds; set a runtime "
                 "with a longer terminationGracePeriodSeconds"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_train_job_pods(self) -> Self:
-        """Check the keys of pods that a TrainJob has no fields for."""
-        if not self.kubeflow:
-            return self
-        for key in ("priority_class", "scheduler_name", "runtime_class", "image_pull_policy"):
-            if getattr(self, key):
-                raise ValueError(f"{key}: a TrainJob cannot set it; set it in the runtime")
-        for key in ("pod_security", "run_as_user", "fs_group") if self.trainer_version == "2.1" else ():
-            if getattr(self, key) not in {None, "none"}:
-                raise ValueError(f"{key}: a TrainJob can set it since Kubeflow Trainer 2.2; remove it")
-        if self.has_rdma and self.trainer_version == "2.1":
-            raise ValueError(
-                "resources: RDMA needs the capability IPC_LOCK, which a TrainJob can set since Kubeflow Trainer 2.2"
             )
         return self

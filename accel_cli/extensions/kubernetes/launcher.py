@@ -11,7 +11,7 @@ from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes.cluster import KubernetesCluster, has_kubeconfig
 from accel_cli.extensions.kubernetes.fields import KubernetesSection
 from accel_cli.extensions.kubernetes.manifests import RESERVED_VARIABLES, KubernetesJobPlan
-from accel_cli.extensions.kubernetes.service import KubernetesJobs, open_jobs, submit
+from accel_cli.extensions.kubernetes.service import KubernetesJobs, check, open_jobs, submit
 from accel_cli.launchers import job_launcher
 from accel_cli.launchers.launcher import LaunchSpec, Plan
 from accel_cli.planning.launch_options import LaunchOption
@@ -88,6 +88,14 @@ class Kubernetes(KubernetesSection):
     @override
     def run(self, plan: Plan) -> int:
         return submit(plan)
+
+    @override
+    def preview(self, plan: Plan, options: Mapping[str, Any]) -> str:
+        # The manifests alone are for kubectl, which has the cluster check them.
+        if "manifest" not in options:
+            assert isinstance(plan.job, KubernetesJobPlan)
+            check(plan.job)
+        return super().preview(plan, options)
 
     @classmethod
     @override

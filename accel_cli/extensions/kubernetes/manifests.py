@@ -24,7 +24,7 @@ from accel_cli.launchers.manifest import PatchRules, format_manifests, merge_pat
 from accel_cli.launchers.source_files import Selection, describe_selection
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import JobPlan
-from accel_runtime.environment.settings import FAILURE_FILE, find_nearest
+from accel_runtime.environment.settings import FAILURE_FILE
 
 __all__ = [
     "CONTAINER",
@@ -34,12 +34,9 @@ __all__ = [
     "SOURCE_VOLUME",
     "TRAINER_API",
     "KubernetesJobPlan",
-    "build_container_security",
-    "build_pod_security",
     "format_user",
     "name_job",
-    "parse_volume",
-    "patch_pod",
+    "name_keys",
     "read_source",
     "render",
 ]
@@ -87,19 +84,27 @@ _ITEM_KEYS = {
     # A volume may be mounted at several paths.
     "volumeMounts": "mountPath",
 }
-_METADATA = ("labels", "annotations")
-"""The metadata of a pod that a template can set."""
-_TRAIN_JOB_POD = frozenset({
-    "affinity", "containers", "imagePullSecrets", "initContainers", "nodeSelector", "schedulingGates", "securityContext",
-    "serviceAccountName", "terminationGracePeriodSeconds", "tolerations", "volumes",
-})  # fmt: skip
-"""Fields of a pod that a TrainJob of Kubeflow Trainer 2.3 can change; older versions have fewer, as the cluster reports."""
-_TRAIN_JOB_CONTAINER = frozenset({"name", "securityContext", "volumeMounts"})
-"""The same of the container that runs accel."""
-_QUANTITIES = frozenset({"limits", "requests", "sizeLimit", "overhead", "divisor"})
-"""Fields whose amounts may be numbers, although the models of the client have text."""
-_SCALARS: Mapping[str, tuple[Any, str]] = {"str": (str, "text in quotes"), "int": (int, "a whole number"), "bool": (bool, "true or false"), "float": ((int, float), "a number")}  # fmt: skip
-_COLLECTION = re.compile(r"(list|dict)[\[(](?:str, )?(\w+)[\])]", re.IGNORECASE)
+_TRAINER_MEMBERS = {
+    "image": "image",
+    "command": "command",
+    "args": "args",
+    "env": "env",
+    "resources": "resourcesPerNode",
+}
+"""Members of the container that a TrainJob has in its `trainer`, and their names there."""
+_POD_KEYS = {
+    "affinity": "affinity",
+    "imagePullSecrets": "image_pull_secrets",
+    "nodeSelector": "node_selector",
+    "priorityClassName": "priority_class",
+    "runtimeClassName": "runtime_class",
+    "schedulerName": "scheduler_name",
+    "serviceAccountName": "service_account",
+    "tolerations": "tolerations",
+}
+"""The keys of the profile whose values members of a pod have."""
+_POD_PATH = re.compile(r"spec\.(?:[\w.\[\]]*\btemplate|podTemplateOverrides\[0\])\.(metadata|spec)\.(\w+)")
+"""The path of a member of the pods in a message of the cluster about a Job, a JobSet or a TrainJob."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +195,9 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
     if archive is not None:
         data = {_ARCHIVE: base64.b64encode(archive).decode("ascii")}
         manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
+    template = _build_template(job, metadata, has_source=archive is not None)
     build = _build_train_job if section.kubeflow else _build_job_set if section.jobset else _build_job
-    return [*manifests, build(job, metadata, has_source=archive is not None)]
+    return [*manifests, build(job, metadata, template)]
 
 
 def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,19 +216,21 @@ def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build_job(job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool) -> dict[str, Any]:
+def _build_job(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], template: dict[str, Any]
+) -> dict[str, Any]:
     action = "Ignore" if job.section.max_restarts else ""
-    spec = _build_job_spec(job, metadata, action, has_source=has_source)
+    spec = {"ttlSecondsAfterFinished": job.section.ttl, **_build_job_spec(job, template, action)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
 
 
 def _build_job_set(
-    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], template: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a JobSet of one Job, whose failure by a lost pod starts all pods again."""
     section = job.section
     # The Job of a lost pod fails by PodFailurePolicy, and that of a failed script by another reason.
-    spec = _build_job_spec(job, metadata, "FailJob", has_source=has_source)
+    spec = _build_job_spec(job, template, "FailJob")
     reasons = ["BackoffLimitExceeded", "DeadlineExceeded"]
     job_set = {
         "failurePolicy": {
@@ -235,9 +243,7 @@ def _build_job_set(
     return {"apiVersion": "/".join(JOB_SET_API[:2]), "kind": "JobSet", "metadata": metadata, "spec": job_set}
 
 
-def _build_job_spec(
-    job: KubernetesJobPlan, metadata: Mapping[str, Any], action: str, *, has_source: bool
-) -> dict[str, Any]:
+def _build_job_spec(job: KubernetesJobPlan, template: dict[str, Any], action: str) -> dict[str, Any]:
     """Return the spec of a Job; `action` is that for pods that were drained, preempted or lost with their node."""
     section = job.section
     spec: dict[str, Any] = {
@@ -252,107 +258,16 @@ def _build_job_spec(
         spec["podFailurePolicy"] = {"rules": [{"action": action, "onPodConditions": [disrupted]}]}
     if section.time:
         spec["activeDeadlineSeconds"] = section.time
-    if not section.jobset:
-        spec["ttlSecondsAfterFinished"] = section.ttl
-    return spec | {
-        "template": _patch_pod(
-            job,
-            {
-                "metadata": _get_pod_metadata(metadata),
-                "spec": _build_pod(job, metadata["name"], has_source=has_source),
-            },
-        ),
-    }
-
-
-def _build_pod(job: KubernetesJobPlan, name: str, *, has_source: bool) -> dict[str, Any]:
-    section = job.section
-    volumes = list(_list_volumes(section, name if has_source else ""))
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": section.shutdown_timeout + _GRACE_S,
-    }
-    # JobSet makes the Service, and the name of each pod in it.
-    first = f"{name}-{_REPLICATED_JOB}-0-0" if section.jobset else f"{name}-0"
-    if section.nnodes > 1 and not section.jobset:
-        pod["subdomain"] = name
-    if not section.service_account:
-        pod["automountServiceAccountToken"] = False
-    # Without variables for each Service of the namespace, of which there may be thousands.
-    pod["enableServiceLinks"] = False
-    pod |= build_pod_security(section)
-    pod |= _build_scheduling(section)
-    names = {
-        "priorityClassName": section.priority_class,
-        "schedulerName": section.scheduler_name,
-        "runtimeClassName": section.runtime_class,
-    }
-    pod |= {key: value for key, value in names.items() if value}
-    variables, script = {}, []
-    if section.nnodes > 1:
-        # Not as options: with these variables an agent waits until the name of the first pod resolves.
-        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{first}.{name}"}
-        variables["PET_MASTER_PORT"] = str(PORT)
-        script = ['export PET_NODE_RANK="$JOB_COMPLETION_INDEX"']
-    if section.jobset:
-        script.append(f'[ "${_ATTEMPT}" = 0 ] || set -- --resume "$@"')
-    container = {
-        "name": CONTAINER,
-        "image": section.image,
-        **({"imagePullPolicy": section.image_pull_policy} if section.image_pull_policy else {}),
-        **build_container_security(section),
-        **_build_command(job, script, has_source=has_source),
-        "env": _list_variables(job, variables),
-    }
-    if resources := _build_resources(section):
-        container["resources"] = resources
-    container |= {"terminationMessagePath": _FAILURE, "volumeMounts": [mount for _, mount in volumes]}
-    return {**pod, "containers": [container], "volumes": [volume for volume, _ in volumes]}
-
-
-def _get_pod_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a job that its pods have too."""
-    return {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-
-
-def _patch_pod(job: KubernetesJobPlan, template: dict[str, Any]) -> dict[str, Any]:
-    (container,) = template["spec"]["containers"]
-    variables = [item["name"] for item in container.get("env", ())]
-    return patch_pod(job.section, template, container["name"], [*variables, *RESERVED_VARIABLES])
+    return {**spec, "template": template}
 
 
 def _build_train_job(
-    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], template: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a TrainJob of Kubeflow Trainer: what its fields cannot hold changes the pods of its runtime."""
     section = job.section
-    volumes = list(_list_volumes(section, metadata["name"] if has_source else ""))
-    trainer = {
-        "image": section.image,
-        **_build_command(job, [], has_source=has_source),
-        # Trainer adds PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which `accel launch` reads.
-        "env": _list_variables(job, {}),
-        "numNodes": section.nnodes,
-        "numProcPerNode": job.nproc_per_node,
-    }
-    if resources := _build_resources(section):
-        trainer["resourcesPerNode"] = resources
-    template = {
-        "metadata": _get_pod_metadata(metadata),
-        "spec": {
-            **_build_scheduling(section),
-            **build_pod_security(section),
-            "containers": [
-                {
-                    "name": NODE_CONTAINER,
-                    **build_container_security(section),
-                    "volumeMounts": [mount for _, mount in volumes],
-                }
-            ],
-            "volumes": [volume for volume, _ in volumes],
-        },
-    }
-    pod = _patch_pod(job, template)
+    (container,) = [item for item in template["spec"]["containers"] if item["name"] == NODE_CONTAINER]
+    moved = {name: container.pop(key) for key, name in _TRAINER_MEMBERS.items() if key in container}
     kind, _, runtime = section.runtime.rpartition("/")
     spec: dict[str, Any] = {
         "runtimeRef": {
@@ -360,29 +275,89 @@ def _build_train_job(
             "kind": kind or "ClusterTrainingRuntime",
             "name": runtime,
         },
-        "trainer": trainer,
+        "trainer": {**moved, "numNodes": section.nnodes, "numProcPerNode": job.nproc_per_node},
     }
     if section.trainer_version == "2.1":
-        spec["podTemplateOverrides"] = [{"targetJobs": [{"name": NODE_CONTAINER}], **pod}]
+        spec["podTemplateOverrides"] = [{"targetJobs": [{"name": NODE_CONTAINER}], **template}]
     else:
-        replicated = {"name": NODE_CONTAINER, "template": {"spec": {"template": pod}}}
+        replicated = {"name": NODE_CONTAINER, "template": {"spec": {"template": template}}}
         patch = {"spec": {"replicatedJobs": [replicated]}}
         spec["runtimePatches"] = [{"manager": _MANAGER, "trainingRuntimeSpec": {"template": patch}}]
-        if section.time:
-            spec["activeDeadlineSeconds"] = section.time
+    if section.time:
+        spec["activeDeadlineSeconds"] = section.time
     return {"apiVersion": "/".join(TRAINER_API[:2]), "kind": "TrainJob", "metadata": metadata, "spec": spec}
 
 
-def _build_scheduling(section: KubernetesSection) -> dict[str, Any]:
-    """Return the fields of a pod that both kinds of jobs can set."""
-    values = {
+# The pods
+
+
+def _build_template(
+    job: KubernetesJobPlan, metadata: Mapping[str, Any], *, has_source: bool
+) -> dict[str, Any]:
+    """Return the metadata and the spec of the pods of every kind of job, with the patch of the profile.
+
+    Those of a TrainJob have no policies, which are of its runtime, and no rendezvous, whose variables Trainer sets.
+    """
+    section, name = job.section, metadata["name"]
+    volumes = list(_list_volumes(section, name if has_source else ""))
+    script, variables = ([], {}) if section.kubeflow else _build_rendezvous(section, name)
+    members = {
+        **({} if section.kubeflow else _build_policies(section, name)),
+        **_build_pod_security(section),
         "serviceAccountName": section.service_account,
         "nodeSelector": section.node_selector,
         "affinity": section.affinity,
         "tolerations": [_parse_toleration(text) for text in section.tolerations],
         "imagePullSecrets": [{"name": secret} for secret in section.image_pull_secrets],
+        "priorityClassName": section.priority_class,
+        "schedulerName": section.scheduler_name,
+        "runtimeClassName": section.runtime_class,
     }
-    return {key: value for key, value in values.items() if value}
+    container = {
+        "name": NODE_CONTAINER if section.kubeflow else CONTAINER,
+        "image": section.image,
+        "imagePullPolicy": section.image_pull_policy,
+        **_build_container_security(section),
+        **_build_command(job, script, has_source=has_source),
+        "env": _list_variables(job, variables),
+        "resources": _build_resources(section),
+        "volumeMounts": [mount for _, mount in volumes],
+    }
+    spec = {
+        **{key: value for key, value in members.items() if value not in (None, {}, [])},
+        "containers": [{key: value for key, value in container.items() if value not in (None, {})}],
+        "volumes": [volume for volume, _ in volumes],
+    }
+    # The metadata of the job that its pods have too.
+    shared = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
+    return _patch_template(job, {"metadata": shared, "spec": spec})
+
+
+def _build_policies(section: KubernetesSection, name: str) -> dict[str, Any]:
+    """Return the members of a pod that are not of a runtime."""
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": section.shutdown_timeout + _GRACE_S,
+        # JobSet makes the Service, and the name of each pod in it.
+        "subdomain": name if section.nnodes > 1 and not section.jobset else None,
+        "automountServiceAccountToken": None if section.service_account else False,
+        # Without variables for each Service of the namespace, of which there may be thousands.
+        "enableServiceLinks": False,
+    }
+
+
+def _build_rendezvous(section: KubernetesSection, name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the lines of shell before `accel launch`, and the variables with which the pods find each other."""
+    variables, script = {}, []
+    if section.nnodes > 1:
+        first = f"{name}-{_REPLICATED_JOB}-0-0" if section.jobset else f"{name}-0"
+        # Not as options: with these variables an agent waits until the name of the first pod resolves.
+        variables = {"PET_NNODES": str(section.nnodes), "PET_MASTER_ADDR": f"{first}.{name}"}
+        variables["PET_MASTER_PORT"] = str(PORT)
+        script = ['export PET_NODE_RANK="$JOB_COMPLETION_INDEX"']
+    if section.jobset:
+        script.append(f'[ "${_ATTEMPT}" = 0 ] || set -- --resume "$@"')
+    return script, variables
 
 
 def _build_command(job: KubernetesJobPlan, script: list[str], *, has_source: bool) -> dict[str, Any]:
@@ -440,7 +415,10 @@ def _list_volumes(section: KubernetesSection, source: str) -> Iterator[tuple[dic
     for number, (path, text) in enumerate(section.volumes.items()):
         volume, name = text.removesuffix(":ro"), f"volume-{number}"
         mount: dict[str, Any] = {"name": name, "mountPath": path}
-        yield {"name": name, **parse_volume(volume)}, {**mount, "readOnly": True} if volume != text else mount
+        yield (
+            {"name": name, **_parse_volume(volume)},
+            {**mount, "readOnly": True} if volume != text else mount,
+        )
 
 
 def _parse_toleration(text: str) -> dict[str, str]:
@@ -456,7 +434,7 @@ def _escape(text: str) -> str:
     return _REFERENCE.sub("$$", text)
 
 
-def build_pod_security(section: KubernetesSection) -> dict[str, Any]:
+def _build_pod_security(section: KubernetesSection) -> dict[str, Any]:
     """Return the security context of the pods; empty if the profile asks for none."""
     user, group = section.user_and_group
     context: dict[str, Any] = {"runAsNonRoot": True} if section.is_restricted else {}
@@ -471,7 +449,7 @@ def build_pod_security(section: KubernetesSection) -> dict[str, Any]:
     return {"securityContext": context} if context else {}
 
 
-def build_container_security(section: KubernetesSection) -> dict[str, Any]:
+def _build_container_security(section: KubernetesSection) -> dict[str, Any]:
     """Return the security context of the container that runs accel; empty if it needs none."""
     context: dict[str, Any] = {"allowPrivilegeEscalation": False} if section.is_restricted else {}
     capabilities = {
@@ -484,7 +462,7 @@ def build_container_security(section: KubernetesSection) -> dict[str, Any]:
     return {"securityContext": context} if context else {}
 
 
-def parse_volume(text: str) -> dict[str, Any]:
+def _parse_volume(text: str) -> dict[str, Any]:
     """Return the source of a volume, from its form in the profile without `:ro`."""
     if text.startswith("nfs://"):
         server, _, path = text.removeprefix("nfs://").partition("/")
@@ -504,45 +482,35 @@ def parse_volume(text: str) -> dict[str, Any]:
     return contents[kind]
 
 
-def patch_pod(
-    section: KubernetesSection, template: Mapping[str, Any], container: str, variables: Iterable[str]
-) -> dict[str, Any]:
+# The patch of the profile
+
+
+def _patch_template(job: KubernetesJobPlan, template: dict[str, Any]) -> dict[str, Any]:
     """Return the template of the pods with the patch of the profile.
 
-    Args:
-        section: The launcher's section.
-        template: The metadata and the spec of the pods.
-        container: The name of the container that runs accel.
-        variables: The names of the variables that the launcher sets in it.
-
     Raises:
-        UsageError: The patch sets what accel sets, or is not valid.
+        UsageError: The patch sets what accel sets, or a variable that looks like a secret.
     """
-    if not (section.pod or section.affinity):
-        return dict(template)
-    rules = PatchRules(
-        "launcher.pod",
-        _ITEM_KEYS,
-        frozenset({"tolerations"}),
-        _list_reserved(section, container, variables),
-    )
+    section = job.section
+    (container,) = template["spec"]["containers"]
+    variables = {item["name"] for item in container["env"]} | RESERVED_VARIABLES
+    reserved = _list_reserved(section, container["name"], variables)
+    rules = PatchRules("launcher.pod", _ITEM_KEYS, frozenset({"tolerations"}), reserved)
     merged: dict[str, Any] = merge_patch(template, section.pod, rules)
-    problems = [
-        *_find_misplaced(section, merged, container),
-        *_find_secrets(merged["spec"]),
-        *_find_model_problems(merged),
-    ]
-    if problems:
-        lines = [f"{_name_key(section, path)}: {problem}" for path, problem in problems]
-        raise UsageError("\n".join(["The manifest of the pods is not valid; nothing was sent:", *lines]))
+    for kind in ("containers", "initContainers"):
+        for item in _list_mappings(merged["spec"].get(kind)):
+            for variable in _list_mappings(item.get("env")):
+                if "value" in variable and is_secret(str(variable["name"])):
+                    raise UsageError(
+                        f"Invalid launcher.pod.spec.{kind}[{item['name']}].env[{variable['name']}]: it looks like a secret, and everyone "
+                        "who may read the job would see it. Set launcher.secrets, or valueFrom."
+                    )
     return merged
 
 
-def _name_key(section: KubernetesSection, path: str) -> str:
-    """Return the key of the profile that a member of a pod comes from."""
-    if section.affinity and path.startswith(".spec.affinity"):
-        return f"launcher{path.removeprefix('.spec')}"
-    return f"launcher.pod{path}"
+def _list_mappings(value: Any) -> list[Mapping[str, Any]]:
+    """Return the items of a list that are mappings; the cluster refuses others."""
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
 
 
 def _list_reserved(section: KubernetesSection, container: str, variables: Iterable[str]) -> dict[str, str]:
@@ -550,6 +518,9 @@ def _list_reserved(section: KubernetesSection, container: str, variables: Iterab
     main = f"spec.containers[{container}]"
     cures = {
         **{f"metadata.labels.{label}": "Use launcher.labels for other labels." for label in (INSTANCE, MANAGED_BY, OWNER)},
+        # A cluster ignores them in a template.
+        "metadata.name": "Set launcher.job_name.",
+        "metadata.namespace": "Set launcher.namespace.",
         "spec.restartPolicy": "Set launcher.max_restarts.",
         "spec.subdomain": "Remove it.",
         "spec.hostname": "Remove it.",
@@ -570,98 +541,14 @@ def _list_reserved(section: KubernetesSection, container: str, variables: Iterab
     return cures
 
 
-def _find_misplaced(
-    section: KubernetesSection, pod: Mapping[str, Any], container: str
-) -> Iterator[tuple[str, str]]:
-    """Yield the members that a template of pods does not have, or that a TrainJob cannot change."""
-    for name in pod:
-        if name not in {"metadata", "spec"}:
-            yield f".{name}", "unknown member of a pod; expected metadata or spec"
-    for name in pod["metadata"]:
-        if name not in _METADATA:
-            yield f".metadata.{name}", "the pods of a job can have labels and annotations only"
-    if not section.kubeflow:
-        return
-    reason = "a TrainJob cannot set it; set it in its runtime"
-    yield from ((f".spec.{name}", reason) for name in pod["spec"] if name not in _TRAIN_JOB_POD)
-    for item in pod["spec"]["containers"]:
-        for name in item:
-            if item["name"] == container and name not in _TRAIN_JOB_CONTAINER:
-                yield f".spec.containers[{container}].{name}", reason
+def name_keys(section: KubernetesSection, message: str) -> str:
+    """Return a message of the cluster in which the paths of members that the profile sets are its keys."""
 
+    def name_key(match: re.Match[str]) -> str:
+        part, member = match.groups()
+        if member in section.pod.get(part, ()):
+            return f"launcher.pod.{part}.{member}"
+        key = _POD_KEYS.get(member)
+        return f"launcher.{key}" if key else match[0]
 
-def _find_secrets(spec: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the variables of containers that look like secrets and have their value in the manifest."""
-    for name in ("containers", "initContainers"):
-        for item in spec.get(name) or ():
-            for variable in item.get("env") or ():
-                if "value" in variable and is_secret(str(variable["name"])):
-                    yield (
-                        f".spec.{name}[{item['name']}].env[{variable['name']}]",
-                        "looks like a secret, and everyone who may read the job would see it; set launcher.secrets, or valueFrom",
-                    )
-
-
-def _find_model_problems(pod: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield unknown members and values of a wrong type, if the official client is installed."""
-    try:
-        from kubernetes.client import models  # noqa: PLC0415 - takes a second
-    except ImportError:
-        console.note(
-            "launcher.pod and launcher.affinity were not checked: the package kubernetes is not installed. The cluster checks it."
-        )
-        return
-    yield from _compare(models, pod, "V1PodTemplateSpec", "")
-
-
-def _compare(models: Any, value: Any, type_name: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the differences between a value and a type of the client."""
-    if collection := _COLLECTION.fullmatch(type_name):
-        yield from _compare_items(models, value, collection[1].lower() == "list", collection[2], path)
-    elif type_name in _SCALARS:
-        expected, kind = _SCALARS[type_name]
-        if not isinstance(value, expected) or (type_name == "int" and isinstance(value, bool)):
-            yield path, f"expected {kind}, got {value!r}"
-    elif model := getattr(models, type_name, None):  # else `object`: a number or text
-        yield from _compare_members(models, value, model, path)
-
-
-def _compare_items(
-    models: Any, value: Any, is_list: bool, type_name: str, path: str
-) -> Iterator[tuple[str, str]]:
-    """Yield the differences of the items of a list or a mapping."""
-    if not isinstance(value, list if is_list else Mapping):
-        yield path, f"expected {'a list' if is_list else 'keys and values'}, got {value!r}"
-        return
-    items: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list) else value.items()
-    for key, item in items:
-        if not _is_amount(path, item):
-            yield from _compare(
-                models, item, type_name, _index(path, key, item) if is_list else f"{path}.{key}"
-            )
-
-
-def _compare_members(models: Any, value: Any, model: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the differences of the members of an object."""
-    if not isinstance(value, Mapping):
-        yield path, f"expected keys and values, got {value!r}"
-        return
-    types = {model.attribute_map[name]: each for name, each in model.openapi_types.items()}
-    for name, item in value.items():
-        inner = f"{path}.{name}"
-        if name not in types:
-            nearest = find_nearest(str(name), list(types))
-            yield inner, f"unknown member{f'; did you mean {nearest}?' if nearest else ''}"
-        elif not _is_amount(inner, item):
-            yield from _compare(models, item, types[name], inner)
-
-
-def _is_amount(path: str, value: Any) -> bool:
-    """Return True for a number where the models of the client have text, and Kubernetes takes both."""
-    return isinstance(value, (int, float)) and path.rpartition(".")[2] in _QUANTITIES
-
-
-def _index(path: str, number: int, item: Any) -> str:
-    """Return the path of an item of a list: by its name if that identifies it."""
-    key = _ITEM_KEYS.get(path.rpartition(".")[2])
-    return f"{path}[{item[key] if key and isinstance(item, Mapping) and key in item else number}]"
+    return _POD_PATH.sub(name_key, message)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from accel_cli import console
 from accel_cli.errors import AccelError, UsageError
-from accel_cli.extensions.kubernetes.cluster import TIMEOUT_S, KubernetesCluster
+from accel_cli.extensions.kubernetes.cluster import TIMEOUT_S, KubernetesCluster, has_kubeconfig
 from accel_cli.extensions.kubernetes.fields import INSTANCE, MANAGED_BY, OWNER
 from accel_cli.extensions.kubernetes.manifests import (
     CONTAINER,
@@ -26,6 +26,7 @@ from accel_cli.extensions.kubernetes.manifests import (
     KubernetesJobPlan,
     format_user,
     name_job,
+    name_keys,
     read_source,
     render,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "KubernetesJobs",
     "PodLogs",
     "TrainJobs",
+    "check",
     "count_restarts",
     "describe_job",
     "describe_placement",
@@ -93,10 +95,14 @@ class KubernetesJobs(Jobs):
             "_request_timeout": TIMEOUT_S,
         }
 
-    def create(self, body: Mapping[str, Any]) -> Mapping[str, str]:
-        """Create a job from its manifest, and return the reference with which it owns other objects."""
+    def create(self, body: Mapping[str, Any], *, is_dry_run: bool = False) -> Mapping[str, str]:
+        """Create a job from its manifest, and return the reference with which it owns other objects.
+
+        In a dry run the cluster checks the manifest, and creates nothing.
+        """
+        more = {"dry_run": "All"} if is_dry_run else {}
         created = self.cluster.custom.create_namespaced_custom_object(
-            **self._location, body=body, field_validation="Strict"
+            **self._location, body=body, field_validation="Strict", **more
         )
         metadata = {key: created["metadata"][key] for key in ("name", "uid")}
         return {"apiVersion": created["apiVersion"], "kind": created["kind"], **metadata}
@@ -226,9 +232,9 @@ class TrainJobs(KubernetesJobs):
     children = ("-node-0",)
 
     @override
-    def create(self, body: Mapping[str, Any]) -> Mapping[str, str]:
+    def create(self, body: Mapping[str, Any], *, is_dry_run: bool = False) -> Mapping[str, str]:
         try:
-            return super().create(body)
+            return super().create(body, is_dry_run=is_dry_run)
         except self.cluster.response_error as error:
             if match := re.search(r'unknown field \\?"([\w.\[\]]+)', str(error.body)):
                 raise UsageError(
@@ -372,8 +378,36 @@ def submit(plan: Plan) -> int:
     jobs = open_jobs(cluster, kubeflow=section.kubeflow, jobset=section.jobset)
     name = name_job(job)
     archive, _ = read_source(job)
-    _create(jobs, name, render(job, name, format_user(), archive))
+    manifests = render(job, name, format_user(), archive)
+    try:
+        _create(jobs, name, manifests)
+    except UsageError as error:
+        raise UsageError(name_keys(section, str(error))) from error
     return follow_submission(jobs, name, job)
+
+
+def check(job: KubernetesJobPlan) -> None:
+    """Let the cluster check the manifest of a job without creating it; print a note if that is not possible here.
+
+    Raises:
+        UsageError: The cluster rejects the manifest.
+    """
+    section = job.section
+    if not has_kubeconfig():
+        console.note("the manifest is not checked by the cluster: no kubeconfig here")
+        return
+    try:
+        cluster = KubernetesCluster(section.context, section.namespace)
+        jobs = open_jobs(cluster, kubeflow=section.kubeflow, jobset=section.jobset)
+        *_, body = render(job, name_job(job), format_user(), b"" if job.sent else None)
+        with cluster.translate_errors("check the job"):
+            jobs.create(body, is_dry_run=True)
+    except (UnreachableError, UsageError) as error:
+        # Without a package, a connection or credentials, what would be sent is still shown.
+        status = getattr(error.__cause__, "status", None)
+        if isinstance(error, UsageError) and status not in {None, HTTPStatus.UNAUTHORIZED}:
+            raise UsageError(name_keys(section, str(error))) from error
+        console.note(f"the manifest is not checked by the cluster: {error}")
 
 
 def _create(jobs: KubernetesJobs, name: str, manifests: list[dict[str, Any]]) -> None:

@@ -243,6 +243,25 @@ def test_a_cluster_that_rejects_or_does_not_answer_is_named(server, launch, monk
     assert (done.returncode, "Set KUBECONFIG or launcher.context" in done.stderr) == (2, True), done.stderr
 
 
+def test_a_dry_run_lets_a_cluster_check_the_manifest_and_creates_nothing(server, launch):
+    out, err = (process := launch("--dry-run", "train.py")).communicate(timeout=limit(60))
+    assert (process.returncode, "kind: Job" in out, "not checked" in err) == (0, True, False), err
+    words = ("--dry-run", "--set", "launcher.pod={spec: {hostnam: x}}", "train.py")
+    out, err = (process := launch(*words)).communicate(timeout=limit(60))
+    assert (process.returncode, "Cannot check the job: the cluster rejects it with 422" in err) == (
+        2,
+        True,
+    ), err
+    assert "hostnam" in err
+    server.is_down = True
+    out, err = (process := launch(*words)).communicate(timeout=limit(60))
+    assert (process.returncode, "hostnam: x" in out) == (0, True), err
+    assert (
+        "the manifest is not checked by the cluster: Cannot check the job: the cluster does not answer" in err
+    )
+    assert not any(server.objects.values())
+
+
 def test_a_job_without_its_files_is_deleted(server, launch, monkeypatch):
     monkeypatch.setattr(server, "create", lambda kind, item, query: _refuse(kind, item, query, server))
     _, err = (process := launch("train.py")).communicate(timeout=limit(60))

@@ -304,19 +304,14 @@ def test_accelerators_are_not_counted_if_the_number_of_processes_is_given():
         ("namespace", "My team", "expected a name of lower-case"),
         ("image", "a b", "expected text without spaces"),
         ("gpu_resource", "gpu", "expected a resource such as nvidia.com/gpu"),
-        ("resources", {"memory": "64 GB"}, "expected resources such as"),
         ("volumes", {"data": "pvc/x"}, "expected a mount path"),
         ("volumes", {"/data": "nfs/x"}, "expected a mount path"),
         ("volumes", {"/data": "nfs://server"}, "expected a mount path"),
         ("volumes", {"/data": "csi/driver?bucket"}, "expected a mount path"),
-        ("annotations", {"a b": "c"}, "expected an annotation"),
         ("tolerations", ["a:Never"], "expected KEY, KEY:EFFECT"),
         ("secrets", {"TOKEN": "value"}, "expected variables with NAME/KEY"),
-        ("labels", {"a": "two words"}, "expected labels"),
-        ("shared_memory", "16 GB", "expected a size"),
         ("working_dir", "app", "expected an absolute path"),
         ("ttl", 0, "greater than or equal to 60"),
-        ("resources", {"memory": "64K"}, "expected resources such as"),
         ("labels", {"accel-user": "bob"}, "expected labels other than accel-user, which accel sets"),
         ("trainer_version", 2.0, "Input should be"),
         ("runtime", "Other/x", "expected a name such as torch-distributed"),
@@ -384,14 +379,7 @@ MAIN = {"name": "accel"}
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"hostnam": "x"}, r"launcher\.pod\.spec\.hostnam: unknown member; did you mean hostname\?"),
-        ({"containers": [{**MAIN, "tty": "yes"}]}, r"launcher\.pod\.spec\.containers\[accel\]\.tty: expected true or false, got 'yes'"),
-        ({"volumes": [{"name": "a", "nfs": {"path": 3}}]}, r"volumes\[a\]\.nfs\.path: expected text in quotes, got 3"),
-        ({"affinity": {"podAffinit": {}}}, r"launcher\.pod\.spec\.affinity\.podAffinit: unknown member; did you mean podAffinity\?"),
-        ({"dnsConfig": "x"}, r"dnsConfig: expected keys and values, got 'x'"),
-        ({"nodeSelector": {"a": True}}, r"nodeSelector\.a: expected text in quotes, got True"),
-        ({"schedulingGates": {"name": "a"}}, r"schedulingGates: expected a list"),
-        ({"containers": [{"name": "b", "env": [{"name": "API_KEY", "value": "s3cret"}]}]}, r"env\[API_KEY\]: looks like a secret"),
+        ({"containers": [{"name": "b", "env": [{"name": "API_KEY", "value": "s3cret"}]}]}, r"env\[API_KEY\]: it looks like a secret"),
         ({"restartPolicy": "Always"}, r"Cannot set launcher\.pod\.spec\.restartPolicy.*Set launcher\.max_restarts"),
         ({"containers": [{**MAIN, "command": ["sh"]}]}, r"Cannot set .*containers\[accel\]\.command"),
         ({"containers": [{**MAIN, "env": [{"name": "PET_NODE_RANK", "value": "0"}]}]}, r"Cannot set .*env\[PET_NODE_RANK\]"),
@@ -400,41 +388,54 @@ MAIN = {"name": "accel"}
         ({"containers": [{**MAIN, "resources": None}]}, r"Cannot set .*resources"),
     ],
 )  # fmt: skip
-def test_a_patch_that_is_not_valid_or_contradicts_accel_is_an_error_with_its_path(spec, message):
+def test_a_patch_that_contradicts_accel_or_has_a_secret_is_an_error_with_its_path(spec, message):
     with pytest.raises(UsageError, match=message) as caught:
         render(Kubernetes(image="i", source="image", pod={"spec": spec}))
     assert "s3cret" not in str(caught.value)
 
 
-def test_an_affinity_is_checked_too():
-    with pytest.raises(UsageError, match=r"launcher\.affinity\.podAffinit: unknown member"):
-        render(Kubernetes(image="i", affinity={"podAffinit": {}}))
-
-
-def test_the_metadata_of_pods_are_labels_and_annotations():
-    for pod, message in (
-        ({"metadata": {"name": "x"}}, r"launcher\.pod\.metadata\.name: the pods"),
-        ({"containers": []}, r"launcher\.pod\.containers: unknown member of a pod"),
-        ({"metadata": {"labels": {"accel-user": "x"}}}, r"Use launcher\.labels"),
+def test_the_metadata_of_pods_keep_the_labels_of_accel_and_have_no_name_of_their_own():
+    for metadata, message in (
+        ({"name": "x"}, r"launcher\.pod\.metadata\.name: .*Set launcher\.job_name"),
+        ({"labels": {"accel-user": "x"}}, r"Use launcher\.labels"),
     ):
         with pytest.raises(UsageError, match=message):
-            render(Kubernetes(image="i", pod=pod))
+            render(Kubernetes(image="i", pod={"metadata": metadata}))
 
 
-def test_a_train_job_cannot_change_what_is_of_its_runtime():
-    for spec in ({"hostNetwork": True}, {"containers": [{"name": "node", "tty": True}]}):
-        with pytest.raises(UsageError, match="a TrainJob cannot set it; set it in its runtime"):
-            render(Kubernetes(image="i", kubeflow=True, source="image", pod={"spec": spec}))
+def test_a_patch_of_a_train_job_changes_its_trainer_and_the_pods_of_its_runtime():
+    container = {"name": "node", "env": [{"name": "A", "value": "1"}], "volumeMounts": [], "tty": True}
+    section = Kubernetes(image="i", kubeflow=True, source="image", pod={"spec": {"containers": [container]}})
+    (job,) = render(section)
+    assert {"name": "A", "value": "1"} in job["spec"]["trainer"]["env"]
+    (pods,) = train_job_schema.list_pod_patches(job["spec"])
+    (changed,) = pods["spec"]["containers"]
+    assert changed.keys() == {"name", "securityContext", "volumeMounts", "tty"}
+    assert train_job_schema.find_unknown_field(job, "2.2").endswith("spec.containers.0.tty")
 
 
-def test_without_the_client_a_patch_is_merged_and_a_note_says_that_it_was_not_checked(monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    section = Kubernetes(image="i", source="image", pod={"spec": {"hostnam": "x"}})
-    assert "hostnam: x" in plan(section).job.preview()
-    assert (
-        "launcher.pod and launcher.affinity were not checked: the package kubernetes is not installed"
-        in capfd.readouterr().err
-    )
+TRAINER_PODS = (
+    "spec.runtimePatches[0].trainingRuntimeSpec.template.spec.replicatedJobs[0].template.spec.template"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ('unknown field "spec.template.spec.hostnam"', 'unknown field "launcher.pod.spec.hostnam"'),
+        ('unknown field "spec.replicatedJobs[0].template.spec.template.spec.affinity.podAffinit"', 'unknown field "launcher.affinity.podAffinit"'),
+        (f'unknown field "{TRAINER_PODS}.spec.priorityClassName"', 'unknown field "launcher.priority_class"'),
+        ("does not know spec.podTemplateOverrides[0].spec.hostnam", "does not know launcher.pod.spec.hostnam"),
+        ('Job.batch "x" is invalid: spec.template.metadata.labels: Invalid value: "two words"',
+         'Job.batch "x" is invalid: launcher.pod.metadata.labels: Invalid value: "two words"'),
+        ('Job.batch "x" is invalid: spec.template.spec.containers[0].image: Required value', None),
+        ("spec.replicatedJobs[0].template.spec.completions: Invalid value", None),
+        ("does not know spec.runtimePatches", None),
+    ],
+)  # fmt: skip
+def test_a_message_of_the_cluster_has_the_keys_of_the_profile(message, shown):
+    section = Kubernetes(pod={"metadata": {"labels": {"a": "two words"}}, "spec": {"hostnam": "x"}})
+    assert manifests.name_keys(section, message) == (shown or message)
 
 
 def test_pods_without_a_common_volume_do_not_share_files():
@@ -466,28 +467,11 @@ def test_pods_without_a_common_volume_do_not_share_files():
         ({"max_retries": 2}, "max_retries: only a JobSet starts lost pods again"),
         ({"runtime": "mine"}, "runtime and trainer_version are for TrainJobs"),
         ({"trainer_version": "2.1"}, "runtime and trainer_version are for TrainJobs"),
-        ({"kubeflow": True, "priority_class": "high"}, "priority_class: a TrainJob cannot set it"),
-        (
-            {"kubeflow": True, "scheduler_name": "volcano"},
-            "scheduler_name: a TrainJob cannot set it; set it in the runtime",
-        ),
-        ({"kubeflow": True, "runtime_class": "nvidia"}, "runtime_class: a TrainJob cannot set it"),
-        ({"kubeflow": True, "image_pull_policy": "Never"}, "image_pull_policy: a TrainJob cannot set it"),
-        (
-            {"kubeflow": True, "trainer_version": "2.1", "run_as_user": 7},
-            "run_as_user: a TrainJob can set it since",
-        ),
-        (
-            {"kubeflow": True, "trainer_version": "2.1", "pod_security": "restricted"},
-            "pod_security: a TrainJob can set it since",
-        ),
-        ({"kubeflow": True, "trainer_version": "2.1", "resources": {"rdma/ib": 1}}, "resources: RDMA needs"),
         (
             {"run_as_user": 0},
             "run_as_user: the standard restricted does not allow root; set pod_security: none",
         ),
         ({"kubeflow": True, "ttl": 3600}, "ttl: a TrainJob cannot set it"),
-        ({"kubeflow": True, "trainer_version": "2.1", "time": 60}, "since Kubeflow Trainer 2.2"),
         ({"kubeflow": True, "shutdown_timeout": 60}, "are killed after 30 seconds"),
         ({"working_dir": "/app"}, "expected none with source: folder, whose files"),
         ({"source": "image", "exclude": ["data"]}, "expected none without source: folder"),
@@ -504,11 +488,36 @@ def test_a_number_is_a_version_of_trainer_too_and_a_longer_shutdown_needs_anothe
     assert section.trainer_version == "2.1"
 
 
-def test_a_field_that_a_version_of_trainer_does_not_have_is_unknown_to_its_schema():
-    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image"))
-    assert train_job_schema.find_unknown_field(job, "2.1") == "spec.runtimePatches"
+@pytest.mark.parametrize(
+    ("version", "keys", "field"),
+    [
+        ("2.1", {}, "spec.runtimePatches"),
+        ("2.1", {"trainer_version": "2.1", "time": 60}, "spec.activeDeadlineSeconds"),
+        (
+            "2.1",
+            {"trainer_version": "2.1", "run_as_user": 7},
+            "spec.podTemplateOverrides.0.spec.securityContext",
+        ),
+        ("2.1", {"trainer_version": "2.1", "pod_security": "restricted"}, "containers.0.securityContext"),
+        ("2.1", {"trainer_version": "2.1", "resources": {"rdma/ib": 1}}, "containers.0.securityContext"),
+        ("2.2", {"trainer_version": "2.1"}, "spec.podTemplateOverrides"),
+        ("2.2", {"priority_class": "high"}, "spec.priorityClassName"),
+        ("2.2", {"scheduler_name": "volcano"}, "spec.schedulerName"),
+        ("2.2", {"runtime_class": "nvidia"}, "spec.runtimeClassName"),
+        ("2.2", {"image_pull_policy": "Never"}, "containers.0.imagePullPolicy"),
+        ("2.2", {"pod": {"spec": {"hostNetwork": True}}}, "spec.hostNetwork"),
+    ],
+)
+def test_a_key_that_a_version_of_trainer_has_no_field_for_is_sent_and_unknown_to_its_schema(
+    version, keys, field
+):
+    (job,) = render(Kubernetes(image="i", kubeflow=True, source="image", **keys))
+    unknown = [*train_job_schema.list_unknown_fields(job, version)]
+    assert any(path.endswith(field) for path in unknown), unknown
+
+
+def test_the_schema_of_train_jobs_checks_the_volumes_of_pods():
     (job,) = render(Kubernetes(image="i", kubeflow=True, source="image", trainer_version="2.1"))
-    assert train_job_schema.find_unknown_field(job, "2.2") == "spec.podTemplateOverrides"
     job["spec"]["podTemplateOverrides"][0]["spec"]["volumes"][0]["emptydir"] = {}
     assert "emptydir" in train_job_schema.find_problem(job, "2.1")
 

@@ -400,6 +400,8 @@ class KubernetesServer:
             except kubernetes_validate.ValidationError as error:
                 raise ApiError(422, str(error.message)) from None
         name = item["metadata"]["name"]
+        if query.get("dryRun") == "All":
+            return {**item, "metadata": {**item["metadata"], "uid": "none"}}
         if name in self.objects[kind]:
             raise ApiError(409, f'{kind} "{name}" already exists')
         item["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": stamp(), "namespace": "team"}

@@ -26,19 +26,27 @@ def _list(items, most=100):
 _TEXT, _COUNT, _ANY = {"type": "string"}, {"type": "integer", "minimum": 1}, {"type": "object"}
 _TEXTS = {"type": "object", "additionalProperties": _TEXT}
 _WORDS = _list({"type": "string", "maxLength": 65536}, 128)
-_POD_SPEC = _object(
-    serviceAccountName=_TEXT,
-    nodeSelector=_TEXTS,
-    tolerations=_list(_ANY, 128),
-    imagePullSecrets=_list(_ANY, 64),
-    volumes=_list(_ANY, 128),
-    affinity=_ANY,
-    securityContext=_ANY,
-    containers=_list(_object(["name"], name=_TEXT, volumeMounts=_list(_ANY, 128), securityContext=_ANY), 64),
-)
-_POD = {"metadata": _object(labels=_TEXTS, annotations=_TEXTS), "spec": _POD_SPEC}
-_OVERRIDE = _object(["targetJobs"], targetJobs=_list(_object(["name"], name=_TEXT)), **_POD)
-_REPLICATED = _object(["name"], name=_TEXT, template=_object(spec=_object(template=_object(**_POD))))
+
+
+def _pod(**security):
+    """Return the parts of a template of pods; `security` is the security context, which 2.1 does not have."""
+    container = _object(["name"], name=_TEXT, volumeMounts=_list(_ANY, 128), **security)
+    spec = _object(
+        serviceAccountName=_TEXT,
+        nodeSelector=_TEXTS,
+        tolerations=_list(_ANY, 128),
+        imagePullSecrets=_list(_ANY, 64),
+        volumes=_list(_ANY, 128),
+        affinity=_ANY,
+        containers=_list(container, 64),
+        **security,
+    )
+    return {"metadata": _object(labels=_TEXTS, annotations=_TEXTS), "spec": spec}
+
+
+_OVERRIDE = _object(["targetJobs"], targetJobs=_list(_object(["name"], name=_TEXT)), **_pod())
+_POD_PATCH = _object(**_pod(securityContext=_ANY))
+_REPLICATED = _object(["name"], name=_TEXT, template=_object(spec=_object(template=_POD_PATCH)))
 _PATCH = _object(
     ["manager"],
     manager={"type": "string", "pattern": r"^[a-z0-9.-]+/[\w.-]+$"},
@@ -84,11 +92,15 @@ def _build_schema(version):
 
 def find_unknown_field(item, version):
     """Return the path of a field that the version does not have; empty if there is none."""
+    return next(list_unknown_fields(item, version), "")
+
+
+def list_unknown_fields(item, version):
+    """Yield the paths of fields that the version does not have, one of each object."""
     for error in jsonschema.Draft202012Validator(_build_schema(version)).iter_errors(item):
         if error.validator == "additionalProperties":
             (name, *_) = sorted(error.instance.keys() - error.schema["properties"].keys())
-            return ".".join(map(str, [*error.absolute_path, name]))
-    return ""
+            yield ".".join(map(str, [*error.absolute_path, name]))
 
 
 def find_problem(item, version):
