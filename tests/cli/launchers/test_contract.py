@@ -24,6 +24,7 @@ from accel_cli.commands.plan_view import format_plan
 from accel_cli.errors import UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS, list_options
+from accel_cli.launchers.job_launcher import JobLauncher
 from accel_cli.launchers.launcher import DETACH
 from accel_cli.launchers.sections import Question
 from accel_cli.planning import machine
@@ -45,6 +46,12 @@ SECTIONS = {
     page_launcher.KIND: {"level": 5},
 }
 """Keys of a section that every rule holds for, by the kind of the launcher."""
+SENDING = [
+    kind
+    for kind, launcher in LAUNCHERS.items()
+    if issubclass(launcher, JobLauncher) and "exclude" in launcher.model_fields
+]
+"""The launchers whose jobs may carry the files of a folder."""
 # Every launcher can use it: those without accelerators, and xla.
 MACHINE = Machine(8, others=(XlaDevices(Tpu(("TPU v5e",) * 4, "PCI"), Packages("2.9.0", "2.9.0", "0.0.21")),))
 ARGUMENTS = ("--lr", "-1", "a b")
@@ -258,6 +265,27 @@ def test_only_the_option_detaches_a_job(launcher, section):
     if DETACH in launcher.launch_options:
         assert not section.plan(spec()).job.detach
         assert section.plan(replace(spec(), option_values={"detach": True})).job.detach
+
+
+@pytest.mark.parametrize("kind", SENDING)
+def test_a_job_carries_the_script_at_its_place_in_the_folder_that_is_sent(kind, cwd, monkeypatch):
+    (cwd / "a b").mkdir()
+    (cwd / "a b" / "x.py").touch()
+    monkeypatch.chdir(cwd / "a b")
+
+    def plan(target, **keys):
+        return LAUNCHERS[kind](**SECTIONS[kind], **keys).plan(replace(spec(), target=target))
+
+    for target in ("x.py", str(cwd / "a b" / "x.py")):
+        planned = plan(target, source_dir="..")
+        assert (planned.job.sent.cwd, planned.job.sent.script) == ("a b", "x.py")
+        assert str(cwd) not in f"{planned.argv} {planned.env}"
+    for keys, message in (
+        ({"source_dir": str(cwd / "other")}, "The current directory is not in "),
+        ({"source_dir": "..", "exclude": ["*.py"]}, "x.py is needed, but is not sent"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            plan("x.py", **keys).job.sent.select({})
 
 
 # The command line -------------------------------------------------------------------------

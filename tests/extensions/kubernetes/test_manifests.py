@@ -200,18 +200,11 @@ def _decode(text):
 
 def test_the_script_runs_in_the_folder_of_the_launch(cwd, monkeypatch):
     (cwd / "a b").mkdir()
-    (cwd / "a b" / "x.py").write_text("")
     monkeypatch.chdir(cwd / "a b")
-    section = Kubernetes(image="i", source_dir="..")
-    for target in ("x.py", str(cwd / "a b" / "x.py")):
-        job = plan(section, target=target).job
-        assert (job.sent.cwd, job.sent.script, job.args[-1]) == ("a b", "x.py", "x.py")
-    assert (
-        "\ncd 'a b'\n"
-        in render(section, target="x.py")[-1]["spec"]["template"]["spec"]["containers"][0]["command"][2]
-    )
-    with pytest.raises(UsageError, match=r"The current directory is not in .*launcher\.source: image"):
-        plan(Kubernetes(image="i", source_dir=str(cwd / "other")))
+    (container,) = render(Kubernetes(image="i", source_dir=".."))[-1]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert "\ncd 'a b'\n" in container["command"][2]
 
 
 def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
@@ -222,13 +215,30 @@ def test_files_that_do_not_fit_a_config_map_are_an_error(cwd):
         manifests.read_source(plan(Kubernetes(image="i")).job)
     archive, selection = manifests.read_source(plan(Kubernetes(image="i", exclude=["data.txt"])).job)
     assert (bool(archive), [file.name for file in selection.files]) == (True, ["train.py"])
-    with pytest.raises(UsageError, match=r"train\.py is needed, but is not sent"):
-        manifests.read_source(plan(Kubernetes(image="i", exclude=["*.py", "data.txt"])).job)
 
 
 def test_nothing_is_needed_to_plan_what_is_in_the_image(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     assert plan(SECTIONS["in-the-image"]).job.preview().startswith("apiVersion")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(None, "no kubeconfig here"), ("", "needs the package kubernetes")],
+)
+def test_a_dry_run_without_a_connection_shows_the_manifests_and_that_they_were_not_checked(
+    config, reason, cwd, capfd, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    monkeypatch.setenv("KUBECONFIG", str(cwd / "kubeconfig"))
+    if config is not None:
+        (cwd / "kubeconfig").write_text(config)
+    words = ("launch", "--set", "launcher.kind=kubernetes", "--set", "launcher.image=i", "train.py")
+    for option in ("--dry-run", "--manifest"):
+        done = call_accel(capfd, words[0], option, *words[1:])
+        assert (done.returncode, "kind: Job" in done.stdout) == (0, True), done.stderr
+        assert ("the manifest is not checked by the cluster" in done.stderr) == (option == "--dry-run")
+        assert reason in done.stderr or option == "--manifest"
 
 
 @settings(max_examples=100)
