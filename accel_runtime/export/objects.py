@@ -33,7 +33,15 @@ from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_system import FileSystem, open_atomically
 from accel_runtime.storage.tensor_file import TensorPart, write_safetensors
 
-__all__ = ["NeedsCodeError", "load", "read_pickle", "refuse_sharded", "rewrite_file", "write_object"]
+__all__ = [
+    "NeedsCodeError",
+    "check_archive",
+    "load",
+    "read_pickle",
+    "refuse_sharded",
+    "rewrite_file",
+    "write_object",
+]
 
 
 def refuse_sharded(obj: Any) -> None:
@@ -203,15 +211,23 @@ class NeedsCodeError(CheckpointError):
 
 
 def read_pickle(
-    file: str | os.PathLike[str] | BinaryIO, map_location: Any = "cpu", *, mmap: bool = False
+    file: str | os.PathLike[str] | BinaryIO,
+    map_location: Any = "cpu",
+    *,
+    mmap: bool = False,
+    replace: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Return the content of a file of `torch.save`, with numbers and tensors for those of NumPy."""
+    """Return the content of a file of `torch.save`, with numbers and tensors for those of NumPy.
+
+    With `replace`, no name that torch does not admit makes the file unreadable: the result of `replace` for this name is used in its
+    place, also if a script trusts the name.
+    """
     name = os.fspath(file) if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "the open file")
     if isinstance(file, (str, os.PathLike)) and Path(file).exists() and not Path(file).is_file():
         raise CheckpointError(f"{name} is not a regular file")
     try:
-        _check_archive(file)
-        with _stand_ins():
+        check_archive(file)
+        with _stand_ins(file, replace):
             content = torch.load(file, map_location=map_location, weights_only=True, mmap=mmap or None)
         _count_values(content)
         return _replace_stand_ins(content, {})
@@ -224,7 +240,8 @@ def read_pickle(
     except _UnsupportedArrayError as error:
         raise _build_code_error(file, str(name), str(error)) from error
     except Exception as error:
-        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{name} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _build_error(file: object, name: str, message: str) -> CheckpointError:
@@ -254,7 +271,7 @@ _MAX_SHARED = 1 << 20
 _UNKNOWN = 0xFFFFFFFF
 
 
-def _check_archive(file: str | os.PathLike[str] | BinaryIO) -> None:
+def check_archive(file: str | os.PathLike[str] | BinaryIO) -> None:
     """Raise `CheckpointError` if an archive of `torch.save` would be larger in memory than the file.
 
     torch stores its entries uncompressed; the directory of the archive is read as torch reads it.
@@ -269,7 +286,8 @@ def _check_archive(file: str | os.PathLike[str] | BinaryIO) -> None:
 
 
 def _check_entries(opened: BinaryIO, first: int, name: str) -> None:
-    end = opened.seek(0, os.SEEK_END)
+    opened.seek(0, os.SEEK_END)
+    end = opened.tell()  # torch's view of a part of a file returns another number from `seek`
     size = end - first
     refused = CheckpointError(f"{name} cannot be read: it was not written by torch.save, or is damaged")
     opened.seek(max(first, end - 42))
@@ -413,18 +431,34 @@ _STAND_INS: tuple[Any, ...] = tuple((stand_in, name) for name, stand_in in _STAN
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
-    """Let torch use the stand-ins instead of trusted names of NumPy."""
+def _stand_ins(
+    file: str | os.PathLike[str] | BinaryIO, replace: Callable[[str], Any] | None
+) -> Iterator[None]:
+    """Let torch use the stand-ins instead of trusted names of NumPy, and with `replace` instead of all names."""
     trusted = torch.serialization.get_safe_globals()
-    numpy = [entry for entry in trusted if _qualified_name(entry) in _STAND_INS_BY_NAME]
-    if numpy:
+    replaced = [entry for entry in trusted if replace or _qualified_name(entry) in _STAND_INS_BY_NAME]
+    if replaced:
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([entry for entry in trusted if entry not in numpy])
+        torch.serialization.add_safe_globals([entry for entry in trusted if entry not in replaced])
     try:
         with torch.serialization.safe_globals(list(_STAND_INS)):
-            yield
+            names = _list_names(file) if replace else ()
+            with torch.serialization.safe_globals([(replace(name), name) for name in names if replace]):
+                yield
     finally:
-        torch.serialization.add_safe_globals(numpy)
+        torch.serialization.add_safe_globals(replaced)
+
+
+def _list_names(file: str | os.PathLike[str] | BinaryIO) -> list[str]:
+    """Return the names in a file that torch does not admit; none of a file in the format of torch before 1.6."""
+    with Path(file).open("rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file) as opened:
+        first = opened.tell()
+        try:
+            is_archive = opened.read(4) == b"PK\3\4"
+            opened.seek(first)
+            return torch.serialization.get_unsafe_globals_in_checkpoint(opened) if is_archive else []
+        finally:
+            opened.seek(first)
 
 
 def _qualified_name(entry: Any) -> str:

@@ -64,6 +64,7 @@ __all__ = [
     "list_tensors",
     "local_tensor",
     "on_backward_end",
+    "open_file_part",
     "override_method",
     "qualified_name",
     "rebuild_buckets",
@@ -184,6 +185,17 @@ def function_modes() -> list[Any]:
     """Return the active modes of torch functions, outermost first; torch.compile uses it."""
     modes: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return modes
+
+
+@contextmanager
+def open_file_part(file: Path, start: int, length: int) -> Iterator[Any]:
+    """Open consecutive bytes of a file as a file, as the reader of torch.distributed.checkpoint does."""
+    from torch.distributed.checkpoint.utils import _create_file_view  # noqa: PLC0415 - for few folders
+
+    with file.open("rb") as opened:
+        view: Any = _create_file_view(opened, start, length)
+        view.name = str(file)
+        yield view
 
 
 def fake_tensors() -> Any:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.commands.checkpoint_operations import (
     ExportFormat,
@@ -19,11 +19,13 @@ from accel_cli.commands.checkpoint_operations import (
     write_export,
 )
 from accel_cli.errors import AccelError
-from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection, open_dcp_checkpoint
 from accel_runtime.storage.errors import RequestError
 from accel_runtime.storage.file_system import require_new_folder
 from accel_runtime.storage.store import Snapshot
 from accel_runtime.storage.tensor_file import MergeRequest
+
+if TYPE_CHECKING:
+    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
 
 __all__ = ["DCP", "export_dcp", "import_dcp"]
 
@@ -109,6 +111,10 @@ def import_dcp(folder: str, output: str, selection: DcpSelection, progress: Prog
         raise RequestError(
             f"{'Not a directory' if source.exists() else 'Directory not found'}: {folder}. Give the folder that dcp.save wrote."
         )
+    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import (  # noqa: PLC0415 - imports torch
+        open_dcp_checkpoint,
+    )
+
     snapshot, others = open_dcp_checkpoint(source, selection)
     with snapshot:
         manifest = copy_snapshot(snapshot, output, progress)

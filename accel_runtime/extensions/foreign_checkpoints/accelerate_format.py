@@ -35,8 +35,8 @@ from accel_runtime.export.load_model import find_weights, list_shards
 from accel_runtime.export.objects import read_pickle
 from accel_runtime.export.save_model import add_aliases
 from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import find_fsdp_folders, open_dcp_checkpoint
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
+from accel_runtime.extensions.foreign_checkpoints.folders import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.states import ForeignStates, OpenForeign
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import match_names

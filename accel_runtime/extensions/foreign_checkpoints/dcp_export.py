@@ -26,8 +26,8 @@ from typing_extensions import override
 
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.environment.settings import format_size
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
+from accel_runtime.extensions.foreign_checkpoints.folders import is_deepspeed_checkpoint
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.storage.any_store import open_store
 from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error

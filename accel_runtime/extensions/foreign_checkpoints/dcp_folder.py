@@ -1,4 +1,4 @@
-"""Read folders of torch.distributed.checkpoint (DCP) without running code in them: where each value is. Imports no torch.
+"""Read folders of torch.distributed.checkpoint (DCP) without running code in them: where each value is.
 
 A folder has `.metadata`, a pickle of torch's class `Metadata`, and files `__R_N.distcp`, in which each value is a file of
 `torch.save` from an offset on. The metadata lists the names of all values and, if a nested state dict was saved, the keys that
@@ -10,37 +10,23 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import pickletools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.extensions.foreign_checkpoints.torch_file import (
-    StoredTensor,
-    Unknown,
-    check_pickle,
-    read_torch_file,
-)
+from accel_runtime.extensions.foreign_checkpoints.folders import METADATA, is_dcp_folder
+from accel_runtime.extensions.foreign_checkpoints.torch_file import EmbeddedFile, Unknown
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
 from accel_runtime.storage.file_system import FileSystem
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.storage.schema import ITEM_BYTES, is_inside
 
-__all__ = [
-    "METADATA",
-    "DcpFolder",
-    "DcpTensor",
-    "DcpValue",
-    "EmbeddedFile",
-    "Key",
-    "explain_dcp_folder",
-    "is_dcp_folder",
-    "read_dcp_folder",
-]
+__all__ = ["DcpFolder", "DcpTensor", "DcpValue", "Key", "read_dcp_folder"]
 
-METADATA = ".metadata"
 _SUFFIX = ".distcp"
 _PREFIX = "torch.distributed.checkpoint."
 _OLD_TENSORS = "torch.distributed._shard.sharded_tensor.metadata."
@@ -79,20 +65,6 @@ Key = str | int
 
 
 @dataclass(frozen=True)
-class EmbeddedFile:
-    """A file of `torch.save` inside a file."""
-
-    file: Path
-    start: int
-    """Offset in bytes."""
-    length: int
-
-    def read(self) -> Any:
-        """Return the content, with a `StoredTensor` for each tensor."""
-        return read_torch_file(self.file, self.start, self.length)
-
-
-@dataclass(frozen=True)
 class DcpTensor:
     """A tensor in chunks."""
 
@@ -102,24 +74,6 @@ class DcpTensor:
     shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...], EmbeddedFile], ...]
     """Offsets and sizes by dimension, and location of each."""
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-    def locate_chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], StoredTensor]]:
-        """Yield offsets, sizes and the bytes of the chunks that have elements, without reading these."""
-        for offsets, sizes, location in self.chunks:
-            if not math.prod(sizes):
-                continue
-            stored = location.read()
-            if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (self.dtype, sizes):
-                raise CheckpointError(
-                    f"{location.file} is damaged: at {location.start} it has no {self.dtype} tensor of shape {list(sizes)}, "
-                    f"which {self.name} is"
-                )
-            yield offsets, sizes, stored
 
 
 @dataclass(frozen=True)
@@ -139,16 +93,6 @@ class DcpFolder:
     """Version of the metadata."""
     entries: Mapping[tuple[Key, ...], DcpTensor | DcpValue]
     """Values by the keys that lead to them in the state dict."""
-
-
-def is_dcp_folder(folder: Path) -> bool:
-    """Return whether a directory has the metadata of DCP."""
-    return (folder / METADATA).is_file()
-
-
-def explain_dcp_folder(folder: Path) -> str:
-    """Return why a folder cannot be used as a checkpoint of accel, with the cure."""
-    return f"{folder} was written by torch.distributed.checkpoint. Import it with `accel checkpoint import {folder} -o DIR`, and use DIR."
 
 
 def read_dcp_folder(folder: Path) -> DcpFolder:
@@ -191,7 +135,7 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
     try:
         with os.fdopen(FileSystem().open_file(path, None, path.name), "rb") as file:
             text = file.read()
-        check_pickle(text)
+        _check_pickle(text)
         metadata = _MetadataUnpickler(path, text).load()
     except CheckpointError:
         raise
@@ -206,6 +150,13 @@ def _read_metadata(folder: Path) -> Mapping[str, Any]:
             f"{path} cannot be read: it is not the metadata of torch.distributed.checkpoint"
         )
     return metadata.fields
+
+
+def _check_pickle(text: bytes) -> None:
+    """Raise `ValueError` if a pickle is cut, or a damaged index or length in it would need memory out of proportion to its size."""
+    for count, (operation, argument, _) in enumerate(pickletools.genops(text)):
+        if operation.name in {"PUT", "BINPUT", "LONG_BINPUT"} and int(argument or 0) > count:
+            raise ValueError(f"index {argument} of {count}")
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint as snapshots: models and optimizers are found in them. Imports no torch.
+"""Folders of torch.distributed.checkpoint as snapshots: models and optimizers are found in them.
 
 A state dict has any keys. A model is a dict of tensors, and an optimizer a dict with `state` and `param_groups`, by the names of
 parameters or by indices, nested or flattened as torch's `get_optimizer_state_dict` does. A reader takes the parts of tensors
@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from accel_runtime.extensions.foreign_checkpoints.dcp_folder import (
-    METADATA,
     DcpFolder,
     DcpTensor,
     DcpValue,
     Key,
     read_dcp_folder,
 )
+from accel_runtime.extensions.foreign_checkpoints.folders import METADATA
 from accel_runtime.extensions.foreign_checkpoints.manifest_builder import ManifestBuilder
-from accel_runtime.extensions.foreign_checkpoints.torch_file import StoredTensor
-from accel_runtime.storage.directory import open_folder
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
-from accel_runtime.storage.file_store import FileSnapshot
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.manifest import Checkpoint, Chunk, FileEntry, Manifest, TensorEntry
+from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry
 from accel_runtime.storage.schema import ITEM_BYTES, FieldError
 from accel_runtime.storage.store import Snapshot
 
@@ -45,10 +43,6 @@ _MODEL = re.compile(r"model(?:_(\d+))?")
 _EXTRA = "_extra_state"
 """Name of what a module returns as its extra state."""
 _STATE, _GROUPS = "state", "param_groups"
-_CODES = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
-"""Number formats of step counts, for `struct`."""
-_NUMBER_BYTES = 16
-"""Most bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -120,43 +114,7 @@ def open_dcp_checkpoint(
         raise CheckpointError(
             f"{folder} cannot be read as a checkpoint of {FORMAT}: {type(error).__name__}: {error}"
         ) from error
-    manifest = adapt(manifest)
-    checkpoint = Checkpoint(os.fspath(folder), manifest)
-    snapshot = _DcpSnapshot(checkpoint, open_folder(folder, FileSystem()), builder.reordered)
-    return snapshot, list(contents.others)
-
-
-class _DcpSnapshot(FileSnapshot):
-    """An open folder of DCP, with files in row-major order of the tensors that are not, such as channels-last weights."""
-
-    def __init__(self, checkpoint: Checkpoint, folder: int, reordered: Mapping[str, StoredTensor]) -> None:
-        super().__init__(checkpoint, folder)
-        self._reordered = reordered
-        self._newest: tuple[str, bytes] = ("", b"")
-
-    def get_range(self, name: str, start: int, buffer: memoryview) -> int:
-        """Read from a file, or from a tensor in row-major order, which is kept for the next read."""
-        if name not in self._reordered:
-            return super().get_range(name, start, buffer)
-        kept, data = self._newest
-        if kept != name:
-            data = self._read_row_major(name)
-            self._newest = name, data
-        part = data[start : start + len(buffer)]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def _read_row_major(self, name: str) -> bytes:
-        import numpy as np  # noqa: PLC0415 - for few folders
-
-        stored = self._reordered[name]
-        size = ITEM_BYTES[stored.dtype]
-        data = bytearray(stored.count * size)
-        if super().get_range(name.rpartition(":")[0], stored.start, memoryview(data)) < len(data):
-            raise CheckpointError(f"{stored.file} was truncated while it was read")
-        order = sorted(range(len(stored.shape)), key=lambda dimension: -stored.strides[dimension])
-        array = np.frombuffer(data, dtype=f"V{size}").reshape([stored.shape[each] for each in order])
-        return array.transpose(np.argsort(order)).tobytes()
+    return builder.open(adapt(manifest)), list(contents.others)
 
 
 # Structure -------------------------------------------------------------------------------
@@ -301,9 +259,6 @@ class _DcpManifest(ManifestBuilder):
     steps: list[int] = field(default_factory=list)
     """Number of steps of each optimizer, the largest in its state; 0 if it counts none."""
 
-    reordered: dict[str, StoredTensor] = field(default_factory=dict)
-    """Tensors that are in another order in their file, by the name of a file that has them in row-major order."""
-
     def add_model(self, item: str, tree: Mapping[Key, Any]) -> None:
         """Add a model: its tensors, and extra states of modules."""
         # In a folder of torchtitan, other states are beside the weights.
@@ -322,7 +277,7 @@ class _DcpManifest(ManifestBuilder):
         """Add an optimizer, by the names of parameters in accel or by indices."""
         is_nested = _GROUPS in tree
         groups, state = self._read_nested(tree) if is_nested else self._read_flat(tree, models)
-        counts = [self._read_number(each.get("step")) for each in state.values() if isinstance(each, dict)]
+        counts = [self._read_steps(each.get("step")) for each in state.values() if isinstance(each, dict)]
         self.steps.append(max(counts, default=0))
         if any(type(name) is not str for group in groups for name in group["params"]):
             # The keys of dicts are text in the metadata.
@@ -365,11 +320,11 @@ class _DcpManifest(ManifestBuilder):
         for key, value in tree.items():
             kind, name, last = _split_name(str(key), known)
             (state if kind == _STATE else options).setdefault(name, {})[last] = self._read(value)
-        groups: dict[tuple[str, tuple[bytes, ...]], dict[str, Any]] = {}
+        groups: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = {}
         for name, each in options.items():
             text = json.dumps(ManifestBuilder(self.root).encode(each, "", ""), sort_keys=True)
             numbers = tuple(
-                self._read_bytes(value) for value in each.values() if isinstance(value, TensorEntry)
+                str(self._read_values(value)) for value in each.values() if isinstance(value, TensorEntry)
             )
             groups.setdefault((text, numbers), {**each, "params": []})["params"].append(name)
         return list(groups.values()), state
@@ -385,19 +340,12 @@ class _DcpManifest(ManifestBuilder):
         return {key: self._read(each) for key, each in value.items()}
 
     def _locate(self, tensor: DcpTensor) -> TensorEntry:
-        chunks = []
-        for offsets, sizes, stored in tensor.locate_chunks():
-            size = stored.count * ITEM_BYTES[tensor.dtype]
-            if stored.is_contiguous:
-                chunks.append(Chunk(self.add_file(stored.file), stored.start, size, "", offsets, sizes))
-                continue
-            if not stored.strides:
-                raise CheckpointError(
-                    f"{tensor.name} in {stored.file} has gaps between its elements. Save the tensor as tensor.contiguous()."
-                )
-            name = f"{self.add_file(stored.file)}:{stored.start}"
-            self.files[name], self.reordered[name] = FileEntry(size, ""), stored
-            chunks.append(Chunk(name, 0, size, "", offsets, sizes))
+        dtype, size, chunks = getattr(torch, tensor.dtype), ITEM_BYTES[tensor.dtype], []
+        for offsets, sizes, location in tensor.chunks:
+            if count := math.prod(sizes):
+                name = f"{self.add_file(location.file)}:{location.start}"
+                self.sources[name] = partial(location.read_tensor, dtype, sizes)
+                chunks.append(Chunk(name, 0, count * size, "", offsets, sizes))
         entry = TensorEntry(tensor.dtype, tensor.shape, tuple(chunks))
         try:
             entry.check()
@@ -407,23 +355,15 @@ class _DcpManifest(ManifestBuilder):
             ) from error
         return entry
 
-    def _read_number(self, value: Any) -> int:
-        """Return a number, or a tensor of one; 0 for others."""
-        if type(value) in {int, float}:
-            return int(value)
-        if not isinstance(value, TensorEntry) or value.dtype not in _CODES or len(value.chunks) != 1:
-            return 0
-        code, data = _CODES[value.dtype], self._read_bytes(value)
-        number = struct.unpack(code, data)[0] if len(data) == struct.calcsize(code) else 0
-        return max(0, int(number)) if math.isfinite(number) else 0
+    def _read_steps(self, value: Any) -> int:
+        """Return the number of steps in the state of a parameter; 0 if there is none."""
+        if isinstance(value, TensorEntry):
+            value = self._read_values(value) if math.prod(value.shape) == 1 else None
+        return max(0, int(value)) if type(value) in {int, float} and math.isfinite(value) else 0
 
-    def _read_bytes(self, entry: TensorEntry) -> bytes:
-        """Return the first bytes of a tensor, all of a number."""
-        if not entry.chunks or entry.chunks[0].file in self.reordered:
-            return b""
-        chunk = entry.chunks[0]
-        with (self.root / chunk.file).open("rb") as file:
-            return os.pread(file.fileno(), min(chunk.bytes, _NUMBER_BYTES), chunk.start)
+    def _read_values(self, entry: TensorEntry) -> Any:
+        """Return the values of a tensor, a number or a list; those of the first chunk."""
+        return self.sources[entry.chunks[0].file]().tolist() if entry.chunks else []
 
     def build(self, modified: float) -> Manifest:
         """Return the manifest."""

@@ -1,4 +1,4 @@
-"""Read checkpoints that DeepSpeed wrote, of any ZeRO stage and world size, as those of accel are read. Imports no torch.
+"""Read checkpoints that DeepSpeed wrote, of any ZeRO stage and world size, as those of accel are read.
 
 DeepSpeed saves one state of the model for all ranks, or for each in stage 3, and for each rank its part of the float32 weights
 and of the optimizer state, as flat tensors without names (deepspeed/utils/zero_to_fp32.py, 0.19.8). Their layout follows from
@@ -10,83 +10,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_runtime.extensions.foreign_checkpoints.torch_file import (
-    StoredTensor,
-    TensorRange,
-    Unknown,
-    read_torch_file,
-)
+import torch
+
+from accel_runtime.extensions.foreign_checkpoints.folders import MODEL_STATES
+from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, is_plain_tensor, read_torch_file
 from accel_runtime.storage.errors import CheckpointError, format_names
 from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.manifest import NAME
 
-__all__ = [
-    "SavedEngine",
-    "TensorParts",
-    "find_engine_folders",
-    "is_deepspeed_checkpoint",
-    "read_engine",
-]
+__all__ = ["SavedEngine", "TensorParts", "read_engine"]
 
-_MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_STATES = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-model.*_states\.pt")
 _EXPERTS = re.compile(r".*exp(?:ert)?_\w+_states\.pt|expp_rank_.*_states\.pt")
-_OF_ACCELERATE = re.compile(r"pytorch_model(?:_(\d+))?")
-_LATEST = ("latest", "latest_universal")
-"""Files that contain the name of the newest folder."""
 _SHARDED_STAGE = 3
 """The stage in which each parameter is cut."""
 _UNIVERSAL = "zero"
 """Folder of a universal checkpoint with a folder for each parameter."""
 CONVERT = "Convert it with `python -m deepspeed.checkpoint.ds_to_universal`, with the options that its model needs, and load the result"
-
-
-def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Return whether a directory is a checkpoint of DeepSpeed: that of an engine, or one that contains such."""
-    try:
-        return NAME not in FileSystem().list_names(folder) and bool(_list_engines(folder))
-    except (OSError, CheckpointError):
-        return False
-
-
-def find_engine_folders(folder: Path) -> list[Path]:
-    """Return the folders of the engines that saved a checkpoint, in the order of their models.
-
-    Raises:
-        CheckpointError: There is none, or it is not known which is meant.
-    """
-    found = _list_engines(folder)
-    if not found:
-        raise CheckpointError(f"{folder} is not a checkpoint of DeepSpeed: it has no file *_model_states.pt")
-    return found
-
-
-def _list_engines(folder: Path) -> list[Path]:
-    names = sorted(FileSystem().list_names(folder))
-    if any(map(_MODEL_STATES.fullmatch, names)):
-        return [folder]
-    numbered = {int(match[1] or 0): name for name in names if (match := _OF_ACCELERATE.fullmatch(name))}
-    if of_accelerate := [folder / numbered[number] for number in sorted(numbered)]:
-        return of_accelerate if all(map(_has_states, of_accelerate)) else []
-    for latest in _LATEST:
-        if latest in names:
-            tag = (folder / latest).read_text(errors="replace").strip()
-            if _has_states(folder / tag):
-                return [folder / tag]
-            raise CheckpointError(
-                f"{folder / latest} names {tag!r}, which has no file *_model_states.pt. Give the folder to load."
-            )
-    return []
-
-
-def _has_states(folder: Path) -> bool:
-    return folder.is_dir() and any(map(_MODEL_STATES.fullmatch, FileSystem().list_names(folder)))
 
 
 @dataclass(frozen=True)
@@ -127,13 +72,18 @@ class TensorParts:
     """A tensor in parts, one after another."""
 
     shape: tuple[int, ...]
-    ranges: tuple[TensorRange, ...]
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """A value that is equal for tensors of the same bytes."""
+        return self.shape, *((part.data_ptr(), part.dtype, part.stride()) for part in self.parts)
 
 
 def read_engine(folder: Path) -> SavedEngine:
     """Read what the files of an engine contain, except the values of tensors."""
     names = sorted(FileSystem().list_names(folder))
-    model_files = _list_ranks(folder, names, _MODEL_STATES)
+    model_files = _list_ranks(folder, names, MODEL_STATES)
     optimizer_files = _list_ranks(folder, names, _OPTIMIZER_STATES)
     _refuse_other_engines(folder, names)
     states = [read_torch_file(folder / name) for name in model_files]
@@ -180,8 +130,8 @@ def _find_shared(weights: Mapping[str, Any]) -> Mapping[str, str]:
     first: dict[Any, str] = {}
     ties = {}
     for name, parts in weights.items():
-        if isinstance(parts, TensorParts) and parts.ranges and 0 not in parts.shape:
-            known = first.setdefault((parts.shape, *parts.ranges), name)
+        if isinstance(parts, TensorParts) and parts.parts and 0 not in parts.shape:
+            known = first.setdefault(parts.key, name)
             if known != name:
                 ties[name] = known
     return ties
@@ -226,24 +176,25 @@ def _read_frozen(
             continue
         if is_sharded and name in shapes:
             fragments = [state["frozen_param_fragments"][name] for state in states]
-            found[name] = _join_shards(fragments, tuple(shapes[name]), name)
-        elif isinstance(value, StoredTensor):
-            found[name] = TensorParts(value.shape, (value.all(),))
+            found[name] = _join_shards(fragments, tuple(shapes[name]), files[0], name)
+        elif is_plain_tensor(value):
+            found[name] = TensorParts(tuple(value.shape), (value,))
         else:
             found[name] = value
     return found
 
 
-def _join_shards(fragments: Sequence[StoredTensor], shape: tuple[int, ...], name: str) -> TensorParts:
+def _join_shards(
+    fragments: Sequence[torch.Tensor], shape: tuple[int, ...], file: str, name: str
+) -> TensorParts:
     """Return a tensor that is cut into equal parts, of which the last ones are filled up."""
-    remaining, ranges = math.prod(shape), []
+    remaining, parts = math.prod(shape), []
     for fragment in fragments:
-        length = min(fragment.count, remaining)
-        ranges.append(TensorRange(fragment, 0, length))
-        remaining -= length
+        parts.append(fragment.view(-1)[:remaining])
+        remaining -= parts[-1].numel()
     if remaining:
-        raise CheckpointError(f"{fragments[0].file} and those of the other ranks lack elements of {name}")
-    return TensorParts(shape, tuple(ranges))
+        raise CheckpointError(f"{file} and those of the other ranks lack elements of {name}")
+    return TensorParts(shape, tuple(parts))
 
 
 # The parts of the ranks ------------------------------------------------------------------
@@ -255,7 +206,7 @@ class _RankState:
 
     file: Path
     stage: int
-    weights: Sequence[StoredTensor]
+    weights: Sequence[torch.Tensor]
     """float32 weights, by group, or by sub-group in stage 3."""
     paddings: Sequence[int]
     """Elements at the end of each part that are not in the file."""
@@ -379,9 +330,9 @@ def _locate_sharded(
         ]
         offset += length
     for shard in shards:
-        if shard.weights[part].count != offset:
+        if shard.weights[part].numel() != offset:
             raise CheckpointError(
-                f"{shard.file} has {shard.weights[part].count} weights in group {part}, and its parameters need {offset}. It is "
+                f"{shard.file} has {shard.weights[part].numel()} weights in group {part}, and its parameters need {offset}. It is "
                 "damaged, or its state was offloaded to files: save it without offload to nvme."
             )
     return places
@@ -391,7 +342,7 @@ def _locate_flat(
     shards: Sequence[_RankState], part: int, shapes: Mapping[str, tuple[int, ...]]
 ) -> Mapping[str, list[_Place]]:
     """Return the places of parameters that stand one after another and are cut into equal parts, as stages 1 and 2 do."""
-    size = shards[0].weights[part].count + shards[0].paddings[part]
+    size = shards[0].weights[part].numel() + shards[0].paddings[part]
     gaps = shards[0].gaps[part] if shards[0].gaps else [0] * len(shapes)
     places: dict[str, list[_Place]] = {}
     offset = 0
@@ -439,30 +390,30 @@ def _list_moments(shards: Sequence[_RankState], part: int) -> list[str]:
     for key, value in flat.items():
         if not _is_moment(shards[0], part, value):
             raise CheckpointError(
-                f"{shards[0].file} has {key} of {value.count} elements for {shards[0].weights[part].count} weights in group {part}: "
+                f"{shards[0].file} has {key} of {value.numel()} elements for {shards[0].weights[part].numel()} weights in group {part}: "
                 "the state of this optimizer cannot be divided into parameters"
             )
     return list(flat)
 
 
-def _is_moment(shard: _RankState, part: int, value: StoredTensor) -> bool:
-    count = shard.weights[part].count
-    return len(value.shape) == 1 and value.count in {count, count + shard.paddings[part]}
+def _is_moment(shard: _RankState, part: int, value: torch.Tensor) -> bool:
+    count = shard.weights[part].numel()
+    return len(value.shape) == 1 and value.numel() in {count, count + shard.paddings[part]}
 
 
 def _take(
     shards: Sequence[_RankState], part: int, key: str | None, places: Sequence[_Place], shape: tuple[int, ...]
 ) -> TensorParts:
-    ranges = []
+    parts = []
     for rank, start, length in places:
         shard = shards[rank]
         tensor = shard.weights[part] if key is None else shard.moments[part][key]
-        if not tensor.is_contiguous or start + length > tensor.count:
+        if not tensor.is_contiguous or start + length > tensor.numel():
             raise CheckpointError(
-                f"{shard.file} has {tensor.count} elements of {key or 'the weights'} in group {part}, too few"
+                f"{shard.file} has {tensor.numel()} elements of {key or 'the weights'} in group {part}, too few"
             )
-        ranges.append(TensorRange(tensor, start, length))
-    return TensorParts(shape, tuple(ranges))
+        parts.append(tensor.view(-1)[start : start + length])
+    return TensorParts(shape, tuple(parts))
 
 
 def _build_optimizer(
@@ -489,7 +440,7 @@ def _build_optimizer(
 
 
 def _is_flat(value: Any) -> bool:
-    return isinstance(value, StoredTensor) and len(value.shape) == 1
+    return is_plain_tensor(value) and value.dim() == 1
 
 
 # Universal checkpoints -------------------------------------------------------------------
@@ -522,9 +473,9 @@ def _read_universal(folder: Path, common: Mapping[str, Any]) -> _Universal:
             if "step" in values:
                 steps[name] = values.pop("step")
             tensors = {
-                key: TensorParts(tuple(map(int, shape)), (value.all(),))
+                key: TensorParts(tuple(map(int, shape)), (value,))
                 for key, value in values.items()
-                if isinstance(value, StoredTensor) and value.count == math.prod(shape)
+                if is_plain_tensor(value) and value.numel() == math.prod(shape)
             }
             if "fp32" not in tensors:
                 raise CheckpointError(f"{files['fp32']} is not a tensor of shape {list(shape)}")
@@ -544,13 +495,9 @@ def _read_universal(folder: Path, common: Mapping[str, Any]) -> _Universal:
     for file in sorted(folder.glob("*/fp32.pt")):
         name, value = file.parent.name, common["module"].get(file.parent.name)
         # Frozen parameters, which the state of a model in stage 3 has in shards.
-        if (
-            name in (common.get("frozen_param_shapes") or {})
-            and isinstance(value, StoredTensor)
-            and not value.count
-        ):
+        if name in (common.get("frozen_param_shapes") or {}) and is_plain_tensor(value) and not value.numel():
             tensor = _unwrap(read_torch_file(file))
-            weights[name] = TensorParts(tuple(common["frozen_param_shapes"][name]), (tensor.all(),))
+            weights[name] = TensorParts(tuple(common["frozen_param_shapes"][name]), (tensor,))
     return _Universal(weights, optimizer, state.get("loss_scaler"))
 
 

@@ -1,26 +1,20 @@
-"""Checkpoints of DeepSpeed as snapshots: a manifest says where each part of each tensor is in its files. Imports no torch.
+"""Checkpoints of DeepSpeed as snapshots: a manifest says where each part of each tensor is in its files.
 
 A reader takes the parts that it needs, as those of a checkpoint of accel, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import (
-    SavedEngine,
-    find_engine_folders,
-    read_engine,
-)
+from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import SavedEngine, read_engine
+from accel_runtime.extensions.foreign_checkpoints.folders import find_engine_folders
 from accel_runtime.extensions.foreign_checkpoints.manifest_builder import ManifestBuilder
-from accel_runtime.storage.directory import open_folder
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileSnapshot
-from accel_runtime.storage.file_system import FileSystem
-from accel_runtime.storage.manifest import Checkpoint, Manifest
+from accel_runtime.storage.manifest import Manifest
 
 __all__ = ["open_deepspeed_checkpoint"]
 
@@ -43,6 +37,9 @@ def open_deepspeed_checkpoint(
         engines = [read_engine(path.absolute()) for path in folders]
         for index, engine in enumerate(engines):
             builder.add_engine(engine, f"_{index}" if index else "")
+        for path in folders:
+            for file in sorted(path.absolute().rglob("*.pt")):
+                builder.add_file(file)
         modified = (folders[0] / engines[0].model_file).stat().st_mtime
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
@@ -50,8 +47,7 @@ def open_deepspeed_checkpoint(
         raise CheckpointError(
             f"{folder} cannot be read as a checkpoint of DeepSpeed: {type(error).__name__}: {error}"
         ) from error
-    manifest = adapt(builder.build(engines[0], modified))
-    return FileSnapshot(Checkpoint(os.fspath(folder.absolute()), manifest), open_folder(folder, FileSystem()))
+    return builder.open(adapt(builder.build(engines[0], modified)))
 
 
 class _EngineManifest(ManifestBuilder):

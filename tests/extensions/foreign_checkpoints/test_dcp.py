@@ -8,7 +8,6 @@ import pickle
 import shutil
 import warnings
 import weakref
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ from accel_runtime import Accelerator
 from accel_runtime.extensions.foreign_checkpoints import dcp_export
 from accel_runtime.extensions.foreign_checkpoints.dcp_export import DcpRequest, write_dcp_folder
 from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
-from accel_runtime.extensions.foreign_checkpoints.torch_file import read_torch_file
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.verification import verify_files
@@ -528,7 +526,7 @@ def test_a_malicious_value_is_refused_and_runs_nothing(tmp_path):
     state = plain.state_dict()
     state["optimizer"]["param_groups"][0]["hook"] = Malicious(tmp_path / "made")
     save_state(state, tmp_path / "dcp")
-    with pytest.raises(AccelError, match="which accel cannot read"):
+    with pytest.raises(AccelError, match=r"\.distcp was not read: it contains \w+\.mkdir, which only code"):
         import_(tmp_path / "dcp", tmp_path / "checkpoint")
     assert not (tmp_path / "made").exists()
 
@@ -539,10 +537,6 @@ def test_a_damaged_index_in_a_pickle_allocates_no_memory(tmp_path):
     (tmp_path / "dcp" / ".metadata").write_bytes(far)
     with pytest.raises(AccelError, match=r"is damaged .*index 2147483647 of 2"):
         import_(tmp_path / "dcp", tmp_path / "checkpoint")
-    with zipfile.ZipFile(tmp_path / "values.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", far)
-    with pytest.raises(CheckpointError, match="index 2147483647 of 2"):
-        read_torch_file(tmp_path / "values.pt")
 
 
 def remove_data(folder):

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import sys
 import zipfile
+from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +24,10 @@ from torch import nn
 from accel_cli.commands import checkpoint_operations
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime import Accelerator
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
-from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, iterate_regions, read_torch_file
+from accel_runtime.extensions.foreign_checkpoints.folders import is_deepspeed_checkpoint
+from accel_runtime.extensions.foreign_checkpoints.manifest_builder import iterate_regions
+from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, read_torch_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.formats import find_format
 from accel_runtime.storage.tensor_file import MergeRequest
@@ -367,58 +369,69 @@ def test_an_unknown_item_of_a_folder_is_a_usage_error(tmp_path):
 class Hostile:
     """An object whose pickle calls a function."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, function, *arguments):
+        self.function, self.arguments = function, arguments
 
     def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+        return self.function, self.arguments
 
 
-def test_reading_runs_no_code_and_keeps_what_it_cannot_build(tmp_path):
-    target = tmp_path / "made"
-    content = {"weight": torch.arange(6.0).view(2, 3), "hostile": Hostile(target), "module": pickle.Unpickler}
-    torch.save(content, tmp_path / "file.pt")
-    read = read_torch_file(tmp_path / "file.pt")
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_reading_runs_no_code_and_keeps_what_it_cannot_build(tmp_path, is_trusted):
+    """Also with functions that the script or DeepSpeed trusts."""
+    path, target = tmp_path / "file.pt", tmp_path / "copy"
+    hostile = Hostile(shutil.copyfile, str(path), str(target))
+    content = {"weight": torch.arange(6.0).view(2, 3), "hostile": hostile, "module": pickle.Unpickler}
+    torch.save(content, path)
+    with torch.serialization.safe_globals([shutil.copyfile] if is_trusted else []):
+        trusted = set(torch.serialization.get_safe_globals())
+        read = read_torch_file(path)
+        assert set(torch.serialization.get_safe_globals()) == trusted
     assert not target.exists()
     assert isinstance(read["hostile"], Unknown)
     assert issubclass(read["module"], Unknown)
-    assert (read["weight"].shape, read["weight"].dtype) == ((2, 3), "float32")
+    assert torch.equal(read["weight"], content["weight"])
 
 
-def test_a_file_of_torch_is_read_as_torch_reads_it(tmp_path):
-    path, base = tmp_path / "file.pt", torch.arange(24.0)
+def test_a_function_of_the_operating_system_makes_a_file_unreadable(tmp_path):
+    torch.save({"hostile": Hostile(os.mkdir, str(tmp_path / "made"))}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=r"it contains \w+\.mkdir, which only code named in the file"):
+        read_torch_file(tmp_path / "file.pt")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "before torch 1.6"])
+def test_values_of_scripts_are_read(tmp_path, is_archive):
     content = {
-        "view": base.view(4, 6)[1:3],
-        "transposed": base.view(4, 6).t(),
-        "parameter": nn.Parameter(torch.ones(3, dtype=torch.bfloat16)),
-        "scalar": torch.tensor(7),
-        "empty": torch.empty(0, 2, dtype=torch.uint8),
-        "others": [1, 2.5, "x", None, True, (1, 2), {"a": {1}}, torch.Size([2, 3]), torch.float16, b"\0\xff"],
+        "others": [1, 2.5, "x", None, True, (1, 2), {"a": {1}}, torch.Size([2, 3]), b"\0\xff", 1 << 80],
+        "weight": torch.arange(24.0).view(4, 6).t(),
     }
-    torch.save(content, path)
-    read = read_torch_file(path)
-    assert read["others"] == [1, 2.5, "x", None, True, (1, 2), {"a": {1}}, (2, 3), "float16", b"\0\xff"]
-    assert not read["transposed"].is_contiguous
-    data = path.read_bytes()
-    for name in ("view", "parameter", "scalar", "empty"):
-        stored, expected = read[name], content[name].detach().contiguous()
-        raw = data[stored.start : stored.start + expected.nbytes]
-        assert raw == bytes(expected.reshape(-1).view(torch.uint8).tolist())
-        assert (stored.dtype, stored.shape) == (
-            str(expected.dtype).removeprefix("torch."),
-            tuple(expected.shape),
-        )
+    of_script = {
+        "deque": deque([1, 2], maxlen=3),
+        "counts": defaultdict(int, a=1),
+        "arguments": SimpleNamespace(lr=0.1),
+        "path": Path("x"),
+    }
+    content |= of_script if is_archive else {}
+    torch.save(content, tmp_path / "file.pt", _use_new_zipfile_serialization=is_archive)
+    read = read_torch_file(tmp_path / "file.pt")
+    assert read["others"] == content["others"]
+    assert torch.equal(read["weight"], content["weight"])
+    if is_archive:
+        assert (read["deque"], read["counts"]) == ([1, 2], {"a": 1})
+        assert read["arguments"].fields == {"lr": 0.1}
+        assert read["path"].arguments == ("x",)
 
 
-def test_a_tensor_beyond_its_storage_is_damage(tmp_path):
+def test_a_tensor_beyond_its_file_is_damage(tmp_path):
     path = tmp_path / "file.pt"
-    torch.save(torch.arange(4.0), path)
+    torch.save(torch.arange(4e4), path)
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in entries.items():
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
-    with pytest.raises(CheckpointError, match=r"a tensor of shape \(4,\) in 8 bytes"):
+    with pytest.raises(CheckpointError, match=r"file.pt cannot be read"):
         read_torch_file(path)
 
 
@@ -436,7 +449,7 @@ def test_boxes_cover_consecutive_elements_exactly_once_and_in_order(shape, data)
     assert covered == list(range(start, start + count))
 
 
-def test_the_reader_needs_no_torch():
+def test_formats_are_recognised_without_torch():
     assert "torch" in sys.modules  # of this process
-    text = "import sys; from accel_runtime.extensions.foreign_checkpoints import deepspeed_manifest; sys.exit('torch' in sys.modules)"
+    text = "import sys; from accel_runtime.extensions.foreign_checkpoints import formats; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", text]) == 0

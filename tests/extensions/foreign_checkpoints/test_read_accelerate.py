@@ -27,7 +27,7 @@ from accel_runtime.extensions.foreign_checkpoints.accelerate_format import (
     read_accelerate_checkpoint,
     read_random_states,
 )
-from accel_runtime.extensions.foreign_checkpoints.formats import is_accelerate_checkpoint
+from accel_runtime.extensions.foreign_checkpoints.folders import is_accelerate_checkpoint
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.schema import read_value
 
