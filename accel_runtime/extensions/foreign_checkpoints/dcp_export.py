@@ -1,19 +1,15 @@
 """Write models and optimizers of a checkpoint as a folder of torch.distributed.checkpoint (DCP), in bounded memory.
 
-Run as a process by `accel checkpoint export --format dcp`, which imports no torch: it prints progress and the result as lines of
-JSON. torch's own planner and writer write the folder, as they do for many ranks: each part of the plan is a file.
+torch's own planner and writer write the folder, as they do for many ranks: each part of the plan is a file.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import math
-import signal
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +22,8 @@ from typing_extensions import override
 
 from accel_runtime.checkpoint.serialization import deserialize
 from accel_runtime.environment.settings import format_size
-from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
-from accel_runtime.extensions.foreign_checkpoints.folders import is_deepspeed_checkpoint
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
-from accel_runtime.storage.any_store import open_store
-from accel_runtime.storage.errors import CheckpointError, RequestError, describe_error
+from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_system import FileSystem, create_folder_atomically, require_new_folder
 from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry, rank_tensor_name
 from accel_runtime.storage.state_tree import KEY, get_children, list_tensor_names
@@ -400,43 +393,3 @@ def _read_tensor(snapshot: Snapshot, stored: _Stored) -> torch.Tensor:
                 ).view(chunk.sizes)
             )
     return tensor
-
-
-# Process ---------------------------------------------------------------------------------
-
-
-def _open_snapshot(key: str) -> Snapshot:
-    is_deepspeed = is_deepspeed_checkpoint(Path(key))
-    return open_deepspeed_checkpoint(Path(key)) if is_deepspeed else open_store().open(key)
-
-
-def _print_line(line: Mapping[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
-
-
-def _stop(_signal: int, _frame: object) -> None:
-    sys.exit(1)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Write the folder that a request in JSON describes: `key`, `output` and the fields of `DcpRequest`."""
-    # The scratch folder is removed.
-    signal.signal(signal.SIGTERM, _stop)
-    request = json.loads(arguments[0])
-    key, output = request.pop("key"), Path(request.pop("output"))
-    try:
-        with _open_snapshot(key) as snapshot:
-            result = write_dcp_folder(
-                snapshot, output, DcpRequest(**request), lambda count: _print_line({"read": count})
-            )
-    except RequestError as error:
-        _print_line({"refused": str(error)})
-    except (CheckpointError, OSError) as error:
-        _print_line({"error": describe_error(error)})
-    else:
-        _print_line({"result": asdict(result)})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

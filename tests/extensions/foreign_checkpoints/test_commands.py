@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,35 +82,16 @@ def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
     assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
 
 
-@pytest.mark.slow
-def test_an_export_that_is_ended_leaves_no_folder_and_no_process(cwd, monkeypatch):
+def test_an_export_that_is_interrupted_leaves_no_folder(cwd, monkeypatch):
     from accel_cli.extensions.foreign_checkpoints import dcp
 
     shutil.copytree(KEPT / "one", cwd / "checkpoint")
-    (cwd / "stuck.py").write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from accel_runtime.extensions.foreign_checkpoints import dcp_export\n"
-        "def wait(*_):\n"
-        "    dcp_export._print_line({'read': 1})\n"
-        "    while True:\n        time.sleep(0.1)\n"
-        "dcp_export._read_pieces = wait\n"
-        "dcp_export.main(sys.argv[1:])\n"
-    )
-    started = []
-
-    class Stuck(subprocess.Popen):
-        def __init__(self, command, **options):
-            super().__init__([sys.executable, str(cwd / "stuck.py"), command[-1]], **options)
-            started.append(self)
 
     def interrupt(*_):
         assert list(cwd.glob(".out.*"))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dcp.subprocess, "Popen", Stuck)
     monkeypatch.setattr(checkpoint_operations, "_PROGRESS_S", 0)
     with pytest.raises(KeyboardInterrupt):
         dcp.export_dcp("checkpoint", "out", MergeRequest(), interrupt)
-    assert started[0].returncode == 1
     assert not [path.name for path in cwd.iterdir() if "out" in path.name]
