@@ -66,7 +66,7 @@ READ_THE_ENVIRONMENT = (
     "accel_runtime/extensions/xla/",
     # The self-check passes the variables of its rank on to the node check, a process of its own.
     "accel_runtime/selfcheck.py",
-    "accel_runtime/extensions/node_check/__main__.py",
+    "accel_runtime/extensions/node_check/measure.py",
     # One switch, which XLA's replicas have too: they are threads, without settings of their own.
     "accel_runtime/collectives/transport.py",
     # They change the environment, as the functions of Accelerate do whose names they have.

@@ -85,15 +85,15 @@ def test_the_node_check_measures_the_gpu(device):
     code = (
         "import json, os; from accel_runtime.extensions.node_check.check import check_nodes\n"
         "result = check_nodes(os.environ)\n"
-        "print(json.dumps([result.facts.to_dict(), [f.to_dict() for f in result.findings]]))"
+        "print(json.dumps([result.records.to_dict(), [f.column for f in result.findings]]))"
     )
-    facts, findings = json.loads(python("-c", code).splitlines()[-1])
-    (measured,) = facts["devices"]
-    assert (measured["error"], facts["failures"], facts["silent"]) == ("", {}, {})
+    records, columns = json.loads(python("-c", code).splitlines()[-1])
+    (measured,) = records["ranks"]
+    assert (measured["error"], measured["failure"], measured["missing_step"]) == ("", "", "")
     assert measured["is_gpu"] == (device.type == "cuda")
-    assert not [finding for finding in findings if finding["column"] == "rate"]
+    assert "rate" not in columns
     if not REHEARSAL:
-        assert measured["name"] == torch.cuda.get_device_name(0)
+        assert measured["device"] == torch.cuda.get_device_name(0)
         assert measured["tflops"] > 1
         assert (
             (measured["uncorrected_errors"] is not None)
@@ -110,7 +110,7 @@ def test_a_preflight_on_a_gpu_passes_and_the_script_gets_the_gpu(device, command
     output = python("-m", "accel_cli", "launch", *options, *(["--cpu"] if REHEARSAL else []), script)
     assert f"rank 0 (False, False) {device} [1.0, 1.0, 1.0, 1.0]" in output
     (file,) = tmp_path.glob("logs/*/preflight.json")
-    assert json.loads(file.read_text())["facts"]["devices"][0]["is_gpu"] == (device.type == "cuda")
+    assert json.loads(file.read_text())["ranks"][0]["is_gpu"] == (device.type == "cuda")
 
 
 SCRIPT = """

@@ -1,7 +1,7 @@
 """`launcher.preflight`: a short check of the nodes after the rendezvous, before the processes of the script start.
 
-The agent of each node starts the processes of `accel_runtime/extensions/node_check`, which publish facts in the store of the rendezvous. The
-first agent that has read all facts decides for all. A bad node leaves the run if enough others remain, which then meet again;
+The agent of each node starts the script of `accel_runtime/extensions/node_check` for each rank, which publishes its record in the store of
+the rendezvous. The first agent that has read all records decides for all. A bad node leaves the run if enough others remain, which then meet again;
 otherwise the launch fails on all nodes.
 """
 
@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,14 @@ from accel_cli.runner.rendezvous import NodeRendezvous
 from accel_cli.runs.run_dir import RankFolder
 from accel_cli.runs.run_files import read_text
 from accel_runtime.environment import settings as env
-from accel_runtime.extensions.node_check import facts
-from accel_runtime.extensions.node_check.facts import CheckFacts, CheckLimits, FactsBoard
+from accel_runtime.extensions.node_check import records as node_records
+from accel_runtime.extensions.node_check.records import Board, Limits, Record, Records
 from accel_runtime.extensions.node_check.verdict import NodeFinding, judge
 
 __all__ = ["Preflight", "Verdict", "decide"]
 
-_MAIN = Path(facts.__file__).with_name("__main__.py")
+_SCRIPT = Path(node_records.__file__).with_name("measure.py")
 _KILL_S = 5
-_READ_S = 10.0
-"""Seconds that the node with the store waits until the others have read why the launch fails."""
 _POLL_S = 0.5
 _EMPTY_S = 60.0
 """Seconds without any node in the run, after which a node that was left out serves the store no more."""
@@ -66,9 +64,8 @@ def decide(findings: Sequence[NodeFinding], num_nodes: int, num_spares: int, min
     reasons: dict[int, str] = {}
     for finding in findings:
         if finding.is_bad:
-            reasons[finding.node] = "; ".join(
-                [*([reasons[finding.node]] if finding.node in reasons else []), finding.text]
-            )
+            before = f"{reasons[finding.node]}; " if finding.node in reasons else ""
+            reasons[finding.node] = before + finding.text
     num_good = num_nodes - len(reasons)
     return Verdict(reasons, bool(reasons) and num_good >= 1 and num_good + num_spares >= min_nodes)
 
@@ -107,45 +104,46 @@ class Preflight:
         begin = time.monotonic()
         # The store of the rendezvous: its port is known to be open between the nodes.
         store: Any = self._bootstrap.store if self._nodes else group.store
-        board = FactsBoard(store, self._bootstrap.get_key(f"preflight/{number}"))
-        facts = self._collect(board, group, number, build_environment)
-        findings = judge(facts)
+        board = Board(store, self._bootstrap.get_key(f"preflight/{number}"))
+        records = self._collect(board, group, number, build_environment)
+        names, findings = records.names, judge(records)
         spares = self._nodes.count_spares() if self._nodes else 0
-        own = decide(findings, len(facts.names), spares, self._bootstrap.min_nodes)
-        decided = {"reasons": own.reasons, "continues": own.continues}
-        verdict = Verdict.from_json(board.decide("verdict", decided))
-        self._write(facts, findings, number)
+        own = decide(findings, len(names), spares, self._bootstrap.min_nodes)
+        verdict = Verdict.from_json(board.decide("verdict", asdict(own)))
+        self._write(records, findings, number)
         board.count("read", 1)
         if not verdict.reasons:
             self._record_passed(())
-            noun = "1 node" if len(facts.names) == 1 else f"{len(facts.names)} nodes"
+            noun = "1 node" if len(names) == 1 else f"{len(names)} nodes"
             console.note(f"preflight: {noun} passed in {time.monotonic() - begin:.0f} s")
             # Without a failure, there is nothing to read in the output of the processes.
             shutil.rmtree(self._context.folder.path / "preflight", ignore_errors=True)
             return True
         if verdict.continues:
-            self._leave_out(verdict, facts.names, int(group.group_rank or 0))
+            self._leave_out(verdict, names, int(group.group_rank or 0))
             return False
-        self._fail(verdict, facts.names, board)
+        self._fail(verdict, names, board)
         return False
 
     # The processes
 
     def _collect(
-        self, board: FactsBoard, group: WorkerGroup, number: int, build_environment: BuildEnvironment
-    ) -> CheckFacts:
-        """Run the processes of this node, and return the facts about all nodes."""
+        self, board: Board, group: WorkerGroup, number: int, build_environment: BuildEnvironment
+    ) -> Records:
+        """Run the processes of this node, and return the records of all."""
         node, workers = int(group.group_rank or 0), group.workers
         num_nodes, world_size = int(group.group_world_size or 1), workers[0].world_size
-        limits = CheckLimits.of(quick=True)
-        board.publish_name(node, self._bootstrap.node.name, len(workers))
+        limits = Limits.of(quick=True)
+        for worker in workers:
+            board.publish(Record(worker.global_rank, node, self._bootstrap.node.name, len(workers)))
         base = self._context.folder.path / "preflight" / str(number)
         folders = {worker.local_rank: RankFolder(base / f"rank_{worker.global_rank}") for worker in workers}
         try:
             for folder in folders.values():
                 _create_folder(folder)
         except OSError as error:
-            board.publish_failure(node, f"the log folder {base} cannot be written: {error.strerror}")
+            text = f"the log folder {base} cannot be written: {error.strerror}"
+            board.publish_failure(workers[0].global_rank, text)
             board.count("started", len(workers))
             return board.collect(num_nodes, world_size, limits, self._context.guard.check, leads=node == 0)
         envs = {}
@@ -162,8 +160,9 @@ class Preflight:
                 for local_rank, process in enumerate(processes.leaders):
                     if process.poll() and local_rank not in reported:
                         reported.add(local_rank)
-                        reason = _describe_end(folders[local_rank], process.poll() or 0)
-                        board.publish_failure(node, f"rank {workers[local_rank].global_rank} {reason}")
+                        rank, folder = workers[local_rank].global_rank, folders[local_rank]
+                        end = _describe_end(folder, process.poll() or 0)
+                        board.publish_failure(rank, f"rank {rank} {end}")
 
             return board.collect(num_nodes, world_size, limits, watch, leads=node == 0)
 
@@ -184,7 +183,7 @@ class Preflight:
         context, spec = self._context, group.spec
         worker_file = spec.args[0]
         processes = WorkerProcesses(
-            replace(spec, args=(worker_file, "script", str(_MAIN), "quick", *address)),
+            replace(spec, args=(worker_file, "script", str(_SCRIPT), "quick", *address)),
             envs,
             server=context.server,
             orphans=context.orphans,
@@ -200,13 +199,9 @@ class Preflight:
             if processes.subprocess_handlers:
                 processes.close(signal.SIGKILL, _KILL_S)
 
-    def _write(self, facts: CheckFacts, findings: Sequence[NodeFinding], number: int) -> None:
-        """Write the facts to the folder of the run."""
-        data = {
-            "round": number,
-            "facts": facts.to_dict(),
-            "findings": [finding.to_dict() for finding in findings],
-        }
+    def _write(self, records: Records, findings: Sequence[NodeFinding], number: int) -> None:
+        """Write the records to the folder of the run."""
+        data = {"round": number, **records.to_dict(), "findings": [asdict(finding) for finding in findings]}
         with self._context.log_warning.catch_errors():
             file = self._context.folder.path / "preflight.json"
             file.write_text(json.dumps(data, indent=1), encoding="utf-8")
@@ -252,13 +247,12 @@ class Preflight:
             self._context.guard.check()
             time.sleep(_POLL_S)
 
-    def _fail(self, verdict: Verdict, names: Sequence[str], board: FactsBoard) -> None:
+    def _fail(self, verdict: Verdict, names: Sequence[str], board: Board) -> None:
         """Raise AccelError with the bad nodes, once the others have read the decision."""
         text = "; ".join(f"{names[node]}: {reason}" for node, reason in sorted(verdict.reasons.items()))
         self._bootstrap.set_value("ended", f"the preflight failed: {text}")
-        end = time.monotonic() + _READ_S
-        while self._bootstrap.is_host and board.count("read") < len(names) and time.monotonic() < end:
-            time.sleep(_POLL_S)
+        if self._bootstrap.is_host:
+            board.await_readers(len(names))
         file = console.abbreviate_home(str(self._context.folder.path / "preflight.json"))
         raise AccelError(
             f"The preflight failed: {text}. Repair or replace it; all facts are in {file}. launcher.preflight: false starts "

@@ -88,7 +88,7 @@ def test_the_check_of_one_node_prints_one_line_and_keeps_its_facts(script, cwd):
     assert re.fullmatch(r"accel: preflight: 1 node passed in \d+ s\n", done.stderr)
     (file,) = cwd.glob("logs/*/preflight.json")
     data = json.loads(file.read_text())
-    assert [device["rank"] for device in data["facts"]["devices"]] == [0, 1]
+    assert [device["rank"] for device in data["ranks"]] == [0, 1]
     assert not [finding for finding in data["findings"] if finding["severity"] == "bad"]
     assert not (file.parent / "preflight").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -43,8 +44,7 @@ def test_all_reasons_about_a_node_are_in_one_line():
 
 def test_a_verdict_is_the_same_on_all_nodes():
     verdict = decide([BAD], 3, 0, 2)
-    text = json.dumps({"reasons": verdict.reasons, "continues": verdict.continues})
-    assert Verdict.from_json(json.loads(text)) == verdict
+    assert Verdict.from_json(json.loads(json.dumps(asdict(verdict)))) == verdict
 
 
 class Bootstrap:

@@ -177,5 +177,5 @@ def test_tensors_pass_between_ranks_only_after_a_handshake_or_in_a_training_step
         "training/gradients.py:backward",
     }
     objects = {"collectives/handshake.py:broadcast"}  # in the handshake itself
-    measured = {"extensions/node_check/measurements.py:_time_collectives"}  # in processes of their own
+    measured = {"extensions/node_check/measure.py:_time_collectives"}  # in processes of their own
     assert calls == after_a_handshake | training_steps | objects | measured
