@@ -274,6 +274,7 @@ _SET_VALUES = {
     "LAUNCH": "a name",
     "RANK_FOLDER": "a directory",
     "RANK_PROCESS": "a process",
+    "CONTROL": "two numbers",
     "RDZV_SOCKET": "a number",
     "EXPORTED": "names and values",
     "ACCELERATE_LIMITS": "JSON",

@@ -179,9 +179,9 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "end of a launch on a host whose launcher is gone",
-        "accel_cli.extensions.ssh.supervisor:HostSupervisor.serve",
-        skip_call("_end_launch"),
+        "end of a launch whose connection is lost",
+        "accel_cli.control:Control._follow",
+        skip_call("_end"),
         ("tests/extensions/ssh/test_run.py::test_the_launch_of_every_host_ends_with_the_launcher",),
     ),
     Mutation(

@@ -42,7 +42,7 @@ READ_THE_ENVIRONMENT = (
     # The first process of a container reads its environment, as `accel launch` reads a shell's.
     "accel_cli/extensions/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
-    "accel_cli/extensions/ssh/supervisor.py",
+    "accel_cli/extensions/ssh/entry.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
     "accel_runtime/extensions/object_stores/obstore_client.py",
     "accel_runtime/extensions/object_stores/client_process.py",
@@ -98,7 +98,7 @@ LAYERS = {
     ),
     "accel_cli": (
         "extensions", "__main__", "main", "commands", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker", "failure_hints",
-        "console", "errors", "early_signals", "accel_cli",
+        "console", "control", "errors", "early_signals", "accel_cli",
     ),
 }  # fmt: skip
 """The layers of both halves from the top, with their packages and modules: each imports from lower layers only."""
@@ -465,7 +465,6 @@ def test_only_the_console_writes_to_the_terminal_of_a_command():
         "accel_cli/runner/bootstrap.py",
         "accel_cli/runner/forkserver.py",
         "accel_cli/extensions/sagemaker/entry.py",
-        "accel_cli/extensions/ssh/supervisor.py",
         "accel_cli/worker.py",
     }
     writers = set()

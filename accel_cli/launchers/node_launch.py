@@ -28,6 +28,7 @@ from accel_runtime.environment import settings as env
 __all__ = [
     "NodeEnd",
     "NodeLaunch",
+    "bind_rendezvous_port",
     "build_command",
     "build_node_options",
     "build_rendezvous_options",
@@ -108,6 +109,11 @@ def build_command(python: str, *words: str) -> tuple[str, ...]:
 # The process and its end
 
 
+def bind_rendezvous_port() -> socket.socket:
+    """Bind a free port for the rendezvous, which `accel launch` of the first node inherits."""
+    return bind_free_port(PORT, _NUM_PORTS)
+
+
 class NodeEnd(NamedTuple):
     """The end of `accel launch` on a node."""
 
@@ -147,7 +153,7 @@ class NodeLaunch:
 
     def reserve_port(self) -> int:
         """Return a port for the rendezvous, reserved until `accel launch` of the first node listens on it."""
-        self._port = bind_free_port(PORT, _NUM_PORTS)
+        self._port = bind_rendezvous_port()
         return int(self._port.getsockname()[1])
 
     def start(

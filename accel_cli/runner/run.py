@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import accel_cli
-from accel_cli import console
+from accel_cli import console, control
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
@@ -33,6 +33,7 @@ from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder, build_record, note_temporary_home
 from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason
 from accel_cli.runs.sink_threads import ProgressSinks
+from accel_runtime.environment import settings as env
 
 __all__ = ["run"]
 
@@ -48,6 +49,23 @@ def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None
     check_open_files(plan.nproc_per_node)
     settings = plan.agent
     assert settings
+    if not (value := os.environ.pop(env.CONTROL, "")):
+        return _run(plan, settings, server, begin)
+    # A launch of the script must not use the connection of this one.
+    os.environ.pop(env.FAILURE_FILE, None)
+    connection, code = control.Control(value, settings.shutdown_timeout), 1
+    try:
+        code = _run(plan, settings, server, begin)
+    except AccelError as error:
+        code = error.exit_code
+        raise
+    finally:
+        connection.report_end(code)
+    return code
+
+
+def _run(plan: Plan, settings: AgentSettings, server: ForkServer | None, begin: float | None) -> int:
+    """Run torch's agent while signals are handled."""
     # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
     for name in ("torch.distributed.elastic", api.__name__):
         logging.getLogger(name).setLevel(logging.CRITICAL)

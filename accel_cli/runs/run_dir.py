@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accel_cli import control
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, name_target
 from accel_cli.runs.heartbeats import Beat
@@ -540,6 +541,9 @@ REASON_SIZE = 1024
 
 def write_reason(file: str | None, text: str) -> None:
     """Write the reason of a failure to a file, unless it has one: the first reason stays; None writes nothing."""
+    if file == control.REPLY:
+        control.reply(reason=encode_text(text)[:REASON_SIZE].decode(errors="ignore"))
+        return
     # A full disk must not hide the failure itself.
     with suppress(OSError):
         # Kubernetes creates the file for the message of a container, and leaves it empty.

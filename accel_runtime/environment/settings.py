@@ -39,6 +39,7 @@ __all__ = [
     "BEAT_TEXT_RANGE",
     "CHECKPOINTS",
     "CONFIGURATION",
+    "CONTROL",
     "DESCRIPTION",
     "EXPORTED",
     "FAILURE_FILE",
@@ -102,6 +103,8 @@ FAILURE_FILE = "ACCEL_FAILURE_FILE"
 """File to which `accel launch` writes the reason of a failure on this node."""
 NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
 """Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
+CONTROL = "ACCEL_CONTROL"
+"""File descriptor with the requests of another machine that has started the launch, and the seconds of silence that end it."""
 RDZV_SOCKET = "ACCEL_RDZV_SOCKET"
 """File descriptor of a socket that is bound to the port of the rendezvous, for the launch that serves it."""
 EXPORTED = "ACCEL_EXPORTED"
@@ -515,6 +518,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         NODE_NAME,
         FAILURE_FILE,
         NUM_PROCESSES,
+        CONTROL,
         RDZV_SOCKET,
         EXPORTED,
         ACCELERATE_LIMITS,

@@ -19,9 +19,9 @@ __all__ = ["SshPlan"]
 
 _START = (
     "import sys; sys.path[:] = [path for path in sys.path if path]; "
-    "from accel_cli.extensions.ssh.supervisor import main; main()"
+    "from accel_cli.extensions.ssh.entry import main; main()"
 )
-"""Starts the supervisor without importing modules from the home directory."""
+"""Starts `entry.py` without importing modules from the home directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class SshPlan(JobPlan):
         return ("-T", *(f"-o{name}={value}" for name, value in settings.items()))
 
     def build_ssh_command(self, host: Host) -> tuple[str, ...]:
-        """Return the command that starts the supervisor of a host."""
+        """Return the command that becomes `accel launch` on a host."""
         remote = f"exec {shlex.quote(host.python or self.python)} -c {shlex.quote(_START)}"
         return ("ssh", *self.ssh_options, "--", host.destination, remote)
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
-import selectors
+import select
 import shlex
 import shutil
 import signal
@@ -19,13 +18,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from accel_cli import console
+from accel_cli import console, control
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.ssh.hosts import Host
 from accel_cli.extensions.ssh.plan import SshPlan
-from accel_cli.extensions.ssh.supervisor import CONTROL, HEADER, MARK
 from accel_cli.launchers.node_launch import NodeEnd, get_failure_order
 from accel_cli.launchers.source_files import Selection, check_engine_files, check_selected, select_files
 from accel_cli.planning import network
@@ -34,20 +32,21 @@ from accel_cli.runner.guard import FORWARDED_SIGNALS, HANDLED_SIGNALS
 from accel_cli.runner.output import LinePrefixer, get_file_identity, write_all
 from accel_runtime.environment import settings as env
 
-__all__ = ["Connection", "Screen", "run"]
+__all__ = ["run"]
 
-_POLL_S = 0.2
-_IDLE_S = 0.02
+_POLL_S = 0.05
 _ANSWER_FACTOR = 3
 """A host must have started Python within so many times `connect_timeout`."""
 _MARGIN_S = 10
 """Seconds beyond `shutdown_timeout` that a host has to end its processes and to report."""
 _EXIT_S = 2
-"""Seconds that ssh may take to exit after the end of its output."""
+"""Seconds that ssh may take to exit after the end of `accel launch` or of its output."""
+_READ_MS = 200
+"""Milliseconds after which a partial line may be shown."""
 _CHUNK = 1 << 16
 _KEPT_LINES = 20
-_MAX_WAITING = 64
-"""Pieces of output that wait for a screen before the connections are no longer read."""
+_STOPPED_S = 1
+"""Seconds after which a write to a screen counts as stopped, as by a terminal or a pager."""
 _NOT_EXECUTABLE, _NOT_FOUND, _SSH_FAILED = 126, 127, 255
 """Exit codes of a shell, of which rsync has the second too, and of ssh itself."""
 _SSH_CURES = (
@@ -107,11 +106,8 @@ class _Run:
 
     def __init__(self, plan: Plan, job: SshPlan) -> None:
         self._plan, self._job = plan, job
-        self._connections: list[Connection] = []
-        self._screens = {fd: Screen(fd) for fd in (1, 2)}
-        self._open_screens = dict(self._screens)
-        """The screens without a reported error."""
-        self._selector = selectors.DefaultSelector()
+        self._connections: list[_Connection] = []
+        self._screens = _Screens()
         self._signals: deque[int] = deque()
         self._before: dict[int, Any] = {}
         self._received: int | None = None
@@ -129,7 +125,6 @@ class _Run:
     def __exit__(self, *exc_info: object) -> None:
         for connection in self._connections:
             connection.close()
-        self._selector.close()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -152,9 +147,8 @@ class _Run:
         job = self._job
         for number, host in enumerate(job.hosts):
             command = job.build_ssh_command(host)
-            connection = Connection(host, command, number, self._screens, prefixed=len(job.hosts) > 1)
+            connection = _Connection(host, command, number, self._screens, prefixed=len(job.hosts) > 1)
             self._connections.append(connection)
-            self._register(connection)
         self._wait(lambda connection: connection.facts is not None, _ANSWER_FACTOR * job.connect_timeout)
         problems = {}
         for connection in self._connections:
@@ -166,7 +160,7 @@ class _Run:
                 )
         self._raise_for(problems)
 
-    def _describe_failure(self, connection: Connection) -> str:
+    def _describe_failure(self, connection: _Connection) -> str:
         if connection.ended_at:
             return connection.describe_end(connection.host.python or self._job.python)
         seconds = _ANSWER_FACTOR * self._job.connect_timeout
@@ -191,7 +185,7 @@ class _Run:
                 problems[connection] = self._describe_failure(connection)
         self._raise_for(problems)
 
-    def _raise_for(self, problems: Mapping[Connection, str]) -> None:
+    def _raise_for(self, problems: Mapping[_Connection, str]) -> None:
         if not problems:
             return
         lines = [f"host {connection.host.destination}: {text}." for connection, text in problems.items()]
@@ -233,7 +227,7 @@ class _Run:
         endpoint, run_id = job.rdzv_endpoint or self._find_endpoint(), f"ssh-{uuid.uuid4().hex[:12]}"
         is_port_chosen = len(self._connections) > 1 and not job.rdzv_endpoint
         for connection in self._connections:
-            connection.postpone()
+            connection.is_started = True
             connection.send(
                 start={
                     "argv": job.build_launch_command(connection.number, endpoint, run_id),
@@ -247,7 +241,6 @@ class _Run:
                     },
                     "merge": get_file_identity(1) == get_file_identity(2),
                     "lost_after": job.lost_after,
-                    "shutdown_timeout": job.shutdown_timeout,
                 }
             )
 
@@ -296,16 +289,17 @@ class _Run:
                 self._send_signal(signal.SIGTERM, running)
             else:
                 for connection in running:
-                    self._end(connection)
+                    connection.record_end()
 
-    def _end_silent(self, running: Iterable[Connection]) -> None:
-        """End connections without an answer: ssh does not check a shared connection itself."""
+    def _end_silent(self, running: Iterable[_Connection]) -> None:
+        """End connections without a sign of life: ssh does not check a shared connection itself."""
         for connection in running:
-            if connection.ended_at is None and time.monotonic() - connection.heard_at > self._job.lost_after:
+            silent_s = time.monotonic() - connection.heard_at
+            if connection.ended_at is None and connection.is_up and silent_s > self._job.lost_after:
                 connection.is_silent = True
-                self._end(connection)
+                connection.record_end()
 
-    def _forward(self, number: int, running: Iterable[Connection]) -> None:
+    def _forward(self, number: int, running: Iterable[_Connection]) -> None:
         if number not in FORWARDED_SIGNALS and self._received is None:
             self._received = number
             name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
@@ -315,14 +309,14 @@ class _Run:
             )
         self._send_signal(number, running)
 
-    def _send_signal(self, number: int, running: Iterable[Connection]) -> None:
+    def _send_signal(self, number: int, running: Iterable[_Connection]) -> None:
         for connection in running:
             connection.send(signal=int(number))
 
     def _finish_output(self) -> None:
         """Wait until the screens have taken all output, or until a signal."""
-        while not all(screen.is_idle for screen in self._screens.values()):
-            time.sleep(_IDLE_S)
+        while any(connection.is_read for connection in self._connections):
+            time.sleep(_POLL_S)
             while self._signals:
                 if (number := self._signals.popleft()) not in FORWARDED_SIGNALS:
                     self._received = self._received or number
@@ -342,16 +336,7 @@ class _Run:
 
     # Events
 
-    def _register(self, connection: Connection) -> None:
-        process = connection.process
-        assert process.stdout
-        assert process.stderr
-        self._selector.register(process.stdout, selectors.EVENT_READ, (connection, connection.receive))
-        self._selector.register(
-            process.stderr, selectors.EVENT_READ, (connection, connection.receive_messages)
-        )
-
-    def _wait(self, is_done: Callable[[Connection], bool], seconds: float) -> None:
+    def _wait(self, is_done: Callable[[_Connection], bool], seconds: float) -> None:
         """Wait until all connections are done or have ended, or until the time is over."""
         end = time.monotonic() + seconds
         self._poll_until(
@@ -368,59 +353,19 @@ class _Run:
                     raise _InterruptedError(number)
 
     def _poll(self) -> None:
-        """Wait for events for a short time, and show all hosts that the launcher is alive."""
-        if any(screen.is_full for screen in self._screens.values()):
-            time.sleep(_IDLE_S)  # the hosts wait, as processes do whose terminal is stopped
+        """Wait for a short time, and show all hosts that the launcher is alive."""
+        time.sleep(_POLL_S)
+        now = time.monotonic()
+        if self._screens.is_stopped and not self._received:
             for connection in self._connections:
                 connection.postpone()
-        else:
-            self._receive()
-            for connection in self._connections:
-                connection.flush()
-        self._check_screens()
-        now = time.monotonic()
+        for connection in self._connections:
+            if connection.ended_at is None and connection.is_over:
+                connection.record_end()
         if now - self._alive_at > min(5.0, self._job.lost_after / 3):
             self._alive_at = now
             for connection in self._connections:
                 connection.send()
-
-    def _receive(self) -> None:
-        for key, _ in self._selector.select(_POLL_S):
-            connection, receive = key.data
-            is_open = receive()
-            if key.fileobj is connection.process.stdout and connection.exit is not None:
-                is_open = False  # processes that a login shell has started may keep the connection open
-            if is_open:
-                continue
-            if key.fileobj is connection.process.stdout:
-                self._end(connection)
-            else:
-                self._selector.unregister(key.fileobj)
-
-    def _check_screens(self) -> None:
-        """Give the scripts a closed output if a screen is closed, as in `accel launch | head`."""
-        for fd, screen in [*self._open_screens.items()]:
-            if screen.error is None:
-                continue
-            del self._open_screens[fd]
-            if isinstance(screen.error, BrokenPipeError):
-                for connection in self._connections:
-                    connection.send(close=fd)
-            else:
-                console.note(
-                    f"output is no longer shown: {screen.error.strerror}. The logs on the hosts have all of it."
-                )
-
-    def _end(self, connection: Connection) -> None:
-        """Record the end of a connection; a shared connection of ssh may keep its standard error open."""
-        if (stdout := connection.process.stdout) and stdout in self._selector.get_map():
-            self._selector.unregister(stdout)
-        connection.ended_at = time.monotonic()
-        connection.flush(end=True)
-        with suppress(OSError):
-            connection.process.stdin.close()  # type: ignore[union-attr]
-        if connection.exit is None and connection.facts is not None:
-            connection.process.kill()
 
 
 def _finish_copy(errors: Any, process: subprocess.Popen[bytes]) -> str:
@@ -444,80 +389,73 @@ def _finish_copy(errors: Any, process: subprocess.Popen[bytes]) -> str:
     return f"cannot copy the folder: {line.rstrip('.')}. {cure}"
 
 
-class Screen:
-    """Standard output or error, written by a thread: a stopped terminal must not stop the requests to the hosts."""
+class _Screens:
+    """Standard output and error, to which a thread for each stream of a host writes, since a terminal may be stopped."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.error: OSError | None = None
-        """The reason why the stream takes no more output."""
-        self._queue: queue.Queue[bytes] = queue.Queue()
-        threading.Thread(target=self._write_all, daemon=True).start()
-
-    @property
-    def is_full(self) -> bool:
-        """True if much output waits."""
-        return self._queue.qsize() > _MAX_WAITING
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: set[int] = set()
+        """The screens with a reported error."""
+        self._began_at = float("inf")
 
     @property
-    def is_idle(self) -> bool:
-        """True if all output has been written."""
-        return self._queue.unfinished_tasks == 0
+    def is_stopped(self) -> bool:
+        """True if a write has not ended for some time."""
+        return time.monotonic() - self._began_at > _STOPPED_S
 
-    def write(self, data: bytes) -> None:
-        """Write data after the output that waits; drop it after an error."""
-        if data and self.error is None:
-            self._queue.put(data)
-
-    def _write_all(self) -> None:
-        while True:
-            data = self._queue.get()
+    def write(self, fd: int, data: bytes) -> bool:
+        """Write data, or drop it after an error; return False if the screen is closed, as in `accel launch | head`."""
+        with self._lock:
+            self._began_at = time.monotonic()
             try:
-                if self.error is None:
-                    write_all(self.fd, data)
+                if fd not in self._failed:
+                    write_all(fd, data)
+            except BrokenPipeError:
+                return False
             except OSError as error:
-                self.error = error
-            self._queue.task_done()
+                self._failed.add(fd)
+                console.note(
+                    f"output is no longer shown: {error.strerror}. The logs on the hosts have all of it."
+                )
+            finally:
+                self._began_at = float("inf")
+        return True
 
 
-class Connection:
-    """The ssh process of one host, and the state that its supervisor has reported."""
+class _Connection:
+    """The ssh process of one host, and the state that the host has reported."""
 
     def __init__(
         self,
         host: Host,
         command: Sequence[str],
         number: int,
-        screens: Mapping[int, Screen],
+        screens: _Screens,
         *,
         prefixed: bool,
     ) -> None:
         self.host, self.number, self._screens = host, number, screens
         self.facts: Mapping[str, Any] | None = None
-        """The description of the host by its supervisor; None until that has started."""
+        """The description of the host; None until Python has started there."""
         self.problem: str | None = None
         """The reply to the last check; empty if the host passed it."""
+        self.is_started = False
+        """True once the host was to start `accel launch`."""
+        self.is_up = False
+        """True once `accel launch` has given a sign of life: it imports torch before."""
         self.exit: NodeEnd | None = None
         """The end of `accel launch`; None until it has ended."""
         self.ended_at: float | None = None
         self.heard_at = time.monotonic()
-        """The time of the last output or reply."""
+        """The time of the last output or sign of life."""
         self.is_silent = False
-        """True if the host did not answer for `lost_after` seconds."""
-        self.messages: deque[str] = deque(maxlen=_KEPT_LINES)
-        """The last lines of ssh and of the login shell."""
-        self._data = b""
-        self._has_mark = False
-        self._prefixers = {
-            screen: LinePrefixer(
-                number,
-                coloured=console.use_color() and os.isatty(screen),
-                progress_bars=number == 0,
-                label=host.name,
-            )
-            for screen in (1, 2)
-            if prefixed
-        }
+        """True if the host gave no sign of life for `lost_after` seconds."""
+        self.messages: list[str] = []
+        """The last lines of ssh, of the login shell, and of the standard error of `accel launch`."""
+        self._code: int | None = None
+        self._reason = ""
+        self._closes_at = float("inf")
+        self._replies = control.ReplyReader()
         # In its own session, so that Ctrl-C of the terminal does not end the connection.
         self.process = subprocess.Popen(
             command,
@@ -526,6 +464,17 @@ class Connection:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
+        self._readers = []
+        for screen, stream in ((1, self.process.stdout), (2, self.process.stderr)):
+            prefixer = LinePrefixer(
+                number,
+                coloured=console.use_color() and os.isatty(screen),
+                progress_bars=number == 0,
+                label=host.name,
+            )
+            arguments = screen, stream, prefixer if prefixed else None
+            self._readers.append(threading.Thread(target=self._read, args=arguments, daemon=True))
+            self._readers[-1].start()
 
     @property
     def is_lost(self) -> bool:
@@ -537,8 +486,18 @@ class Connection:
         """True if `accel launch` failed, or the connection is lost."""
         return self.is_lost or bool(self.exit and self.exit.code)
 
+    @property
+    def is_read(self) -> bool:
+        """True if a stream is open, or its output waits for a screen."""
+        return any(reader.is_alive() for reader in self._readers)
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more is read: processes that a login shell has started may keep the connection open."""
+        return not self.is_read or time.monotonic() > self._closes_at
+
     def send(self, **request: Any) -> None:
-        """Send a request to the supervisor; without one, show that the launcher is alive."""
+        """Send a request to the host; without one, show that the launcher is alive."""
         assert self.process.stdin
         if self.ended_at is not None:
             return
@@ -546,88 +505,90 @@ class Connection:
             self.process.stdin.write(json.dumps(request).encode("ascii") + b"\n")
             self.process.stdin.flush()
 
-    def receive(self) -> bool:
-        """Read frames, print output, and return False at the end of the connection."""
-        assert self.process.stdout
-        data = os.read(self.process.stdout.fileno(), _CHUNK)
+    def _read(self, screen: int, stream: IO[bytes], prefixer: LinePrefixer | None) -> None:
+        """Copy a stream of ssh to a screen until it ends, or until the screen or the connection is closed."""
+        receive = self._receive_output if screen == 1 else self._receive_messages
+        poll = select.poll()  # unlike `select`, without a limit on descriptors
+        poll.register(stream, select.POLLIN)
+        with stream:
+            while self.ended_at is None:
+                output, is_ready = b"", bool(poll.poll(_READ_MS))
+                if is_ready and not (data := os.read(stream.fileno(), _CHUNK)):
+                    break
+                if is_ready:
+                    output = prefixer.feed(receive(data)) if prefixer else receive(data)
+                if prefixer:
+                    output += prefixer.flush_partial()
+                if output and not self._screens.write(screen, output):
+                    self.is_up = False  # signs of life are no longer read
+                    return
+                if output and prefixer:
+                    prefixer.postpone()  # the write may have waited
+            if prefixer:
+                self._screens.write(screen, prefixer.flush_partial(end=True))
+        if screen == 1:
+            self._closes_at = min(self._closes_at, time.monotonic() + _EXIT_S)
+
+    def _receive_output(self, data: bytes) -> bytes:
+        """Take the replies out of standard output; a login shell prints before the start."""
         self.heard_at = time.monotonic()
-        self._data += data
-        if not self._has_mark:
-            _, mark, rest = self._data.partition(MARK)
-            if mark:
-                self._has_mark, self._data = True, rest
-        while self._has_mark and len(self._data) >= HEADER.size:
-            channel, length = HEADER.unpack_from(self._data)
-            end = HEADER.size + length
-            if len(self._data) < end:
-                break
-            content, self._data = self._data[HEADER.size : end], self._data[end:]
-            self._take(channel, content)
-        return bool(data)
+        output, replies = self._replies.feed(data)
+        for reply in replies:
+            self.facts = reply.get("host", self.facts)
+            self.problem = reply.get("problem", self.problem)
+            self._reason = self._reason or reply.get("reason", "")
+            self.is_up = self.is_up or not reply
+            if "exit" in reply:
+                self._code, self._closes_at = reply["exit"], time.monotonic() + _EXIT_S
+        return output if self.is_started else b""
 
-    def receive_messages(self) -> bool:
-        """Read lines of ssh, and return False at their end."""
-        assert self.process.stderr
-        data = os.read(self.process.stderr.fileno(), _CHUNK)
-        self.messages += [line for line in data.decode(errors="replace").splitlines() if line.strip()]
-        return bool(data)
-
-    def _take(self, channel: int, content: bytes) -> None:
-        if channel != CONTROL:
-            self._print(channel, content)
-            return
-        for kind, value in json.loads(content).items():
-            if kind == "host":
-                self.facts = value
-            elif kind == "problem":
-                self.problem = value
-            elif kind == "exit":
-                self.exit = NodeEnd(*value)
-
-    def _print(self, screen: int, data: bytes) -> None:
-        prefixer = self._prefixers.get(screen)
-        self._screens[screen].write(prefixer.feed(data) if prefixer else data)
-
-    def flush(self, *, end: bool = False) -> None:
-        """Print a line that has waited long enough for its end."""
-        for screen, prefixer in self._prefixers.items():
-            self._screens[screen].write(prefixer.flush_partial(end=end))
+    def _receive_messages(self, data: bytes) -> bytes:
+        lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+        self.messages = [*self.messages, *lines][-_KEPT_LINES:]
+        return data if self.is_started else b""
 
     def postpone(self) -> None:
         """Allow for the time in which the connection is not read."""
         self.heard_at = time.monotonic()
-        for prefixer in self._prefixers.values():
-            prefixer.postpone()
+        if self._closes_at < float("inf"):
+            self._closes_at = self.heard_at + _EXIT_S
+
+    def record_end(self) -> None:
+        """Record the end of `accel launch`, or that it is not known since the connection was lost."""
+        code = self._code
+        if code is None and self.is_over and self.is_started:
+            code = self._wait()
+            # As for a host that ends before it can report.
+            code = code if 0 <= code < _SSH_FAILED or self._reason else None
+        if code is not None:
+            self.exit = NodeEnd(code, self._reason)
+        self.ended_at = time.monotonic()
+        with suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
+        if code is None and self.facts:
+            self.process.kill()
 
     def close(self) -> None:
-        """End the connection: the supervisor then ends the processes of its host."""
-        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
-            with suppress(OSError):
-                if stream:
-                    stream.close()
+        """End the connection: the host then ends its processes."""
+        with suppress(OSError):
+            self.process.stdin.close()  # type: ignore[union-attr]
         self.process.kill()
         self.process.wait()
 
     def _wait(self) -> int:
-        """Wait until ssh has exited, read its last messages, and return its exit code."""
+        """Wait until ssh has exited, and return its exit code."""
         try:
-            code = self.process.wait(_EXIT_S)
+            return self.process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            code = self.process.wait()
-        assert self.process.stderr
-        os.set_blocking(self.process.stderr.fileno(), False)
-        with suppress(BlockingIOError):  # a shared connection keeps it open
-            while self.receive_messages():
-                pass
-        return code
+            return self.process.wait()
 
     def describe_end(self, python: str) -> str:
         """Return why the connection ended, with the cure."""
         code, destination = self._wait(), self.host.destination
         line = self.messages[-1] if self.messages else f"ssh ended with exit code {code}"
         if self.is_silent:
-            line = "no answer within launcher.lost_after"
+            line = "no sign of life within launcher.lost_after"
         if self.facts:
             return f"the connection was lost: {line}. Check the host and the network"
         if code == _SSH_FAILED:

@@ -1,4 +1,4 @@
-"""The launcher and its supervisors, over a stand-in for `ssh` that runs the command on this machine."""
+"""The launcher and its hosts, over a stand-in for `ssh` that runs the command on this machine."""
 
 import os
 import re
@@ -19,28 +19,61 @@ case $1 in rsync) exec "$@" ;; esac
 echo "welcome"
 if [ -n "$BACKGROUND" ]; then sleep 600 & echo $! >> "$BACKGROUND"; fi
 export SSH_CONNECTION="10.0.0.9 1 10.0.0.1 22"
-exec sh -c "$*"
+sh -c "$*"
+code=$?
+[ $code = 137 ] && exit 255  # as ssh after SIGKILL
+exit $code
 """
-PYTHON = """\
-#!/bin/sh
-[ "$1" = -m ] || exec {python} "$@"
-echo "$$" > "pid$ACCEL_NODE_NAME"
-case "$*" in
-*wait.py*) exec sleep 600 ;;
-*port.py*) echo "$*" > "$$"; while [ ! -e all ]; do sleep 0.05; done ;;
-*print.py*) while echo line; do sleep 0.05; done ;;
-*stall.py*) yes line | head -n 500000 ;;
-*fail.py*) [ $ACCEL_NODE_NAME = b ] || exit 1; echo "the reason
-more" > "$ACCEL_FAILURE_FILE"; exit 7 ;;
-esac
-echo "$*; $API_KEY"
+LAUNCH = """\
+#!{python}
+import os, signal, sys, time
+from pathlib import Path
+if sys.argv[1] != "-m":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+from accel_cli import control
+from accel_runtime.environment import settings as env
+
+def end(*_):
+    connection.report_end(143)
+    sys.exit(143)
+
+host, script = os.environ[env.NODE_NAME], next(word for word in sys.argv if word.endswith(".py"))
+if script == "refuse.py":
+    control.reply(reason="no GPU found")
+    sys.exit(2)
+signal.signal(signal.SIGTERM, end)
+connection = control.Control(os.environ.pop(env.CONTROL), 30)
+Path(f"pid{{host}}").write_text(f"{{os.getpid()}}\\n")
+if script == "wait.py":
+    time.sleep(600)
+if script == "port.py":
+    Path(str(os.getpid())).write_text(f"{{sys.argv}}\\n")
+    while not Path("all").exists():
+        time.sleep(0.05)
+while script == "print.py":
+    try:
+        print("line", flush=True)
+    except BrokenPipeError:
+        os._exit(141)
+    time.sleep(0.05)
+if script == "stall.py":
+    sys.stdout.write(500_000 * "line\\n")
+if script == "fail.py":
+    if host == "b":
+        control.reply(reason="the reason\\nmore")
+    connection.report_end(7 if host == "b" else 1)
+    sys.exit(1)
+print(*sys.argv[1:], end="; ")
+print(os.environ.get("API_KEY"), sys.stdin.read(), flush=True)
+connection.report_end(0)
 """
+"""Stands in for Python, and is the `accel launch` of a host."""
 
 
 @pytest.fixture
 def start(cwd, tmp_path, monkeypatch):
-    """Starts `accel launch` on hosts a and b, on each of which a shell script is the `accel launch` of the host."""
-    for name, text in (("ssh", SSH), ("python", PYTHON.format(python=sys.executable))):
+    """Starts `accel launch` on hosts a and b, on each of which a program stands in for `accel launch`."""
+    for name, text in (("ssh", SSH), ("python", LAUNCH.format(python=sys.executable))):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
@@ -87,7 +120,7 @@ def test_every_host_runs_its_launch_and_begins_its_lines(start):
             f"[{name}] -m accel_cli launch --quiet --no-profile --nnodes 2 --rdzv-endpoint 10.0.0.1:"
         )
         assert f"--node-rank {rank}" in line
-        assert line.endswith("-- train.py; hidden")
+        assert line.endswith("-- train.py; hidden ")
 
 
 def test_two_launches_at_once_on_the_same_hosts_have_different_ports(start, cwd):
@@ -104,6 +137,22 @@ def test_the_host_with_the_reason_gives_the_last_line_and_the_exit_code(start):
     process = start("fail.py")
     output = process.communicate(timeout=limit(60))[0]
     assert (process.returncode, output) == (7, "accel: error: host b: the reason\n")
+
+
+def test_a_host_that_ends_before_its_processes_start_gives_its_reason_and_exit_code(start):
+    process = start("refuse.py", "--hosts", "b")
+    output = process.communicate(timeout=limit(60))[0]
+    assert (process.returncode, output) == (2, "accel: error: host b: no GPU found\n")
+
+
+def test_a_launch_that_is_killed_on_its_host_counts_as_lost(start, cwd):
+    process = start("wait.py")
+    pids = read_pids(cwd)
+    os.kill(pids[1], signal.SIGKILL)
+    output = process.communicate(timeout=limit(60))[0]
+    wait_for_end(pids)
+    assert process.returncode == 1
+    assert output.splitlines()[-1].startswith("accel: error: host b: the connection was lost: ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
@@ -197,16 +246,16 @@ def test_a_host_that_is_silent_counts_as_lost(start, cwd):
     """Also over a shared connection, of which ssh does not notice the loss."""
     process = start("wait.py", "--set", "launcher.lost_after=2")
     pids = read_pids(cwd)
-    status = Path("/proc", str(pids[1]), "status").read_text()
-    supervisor = int(re.search(r"^PPid:\s+(\d+)", status, re.MULTILINE)[1])
     try:
-        os.kill(supervisor, signal.SIGSTOP)
+        os.kill(pids[1], signal.SIGSTOP)
         output = process.communicate(timeout=limit(60))[0]
         wait_for_end(pids[:1])
     finally:
         os.kill(pids[1], signal.SIGKILL)
     assert process.returncode == 1
-    reason = "the connection was lost: no answer within launcher.lost_after. Check the host and the network"
+    reason = (
+        "the connection was lost: no sign of life within launcher.lost_after. Check the host and the network"
+    )
     assert output.splitlines()[-1] == f"accel: error: host b: {reason}"
 
 

@@ -179,6 +179,31 @@ def test_a_launcher_that_ends_leaves_nothing_on_any_host(script, cwd, tmp_path, 
     assert {path.name for path in cwd.glob("saved*")} == {"saved0", "saved1"}
 
 
+@pytest.mark.full
+def test_a_launch_that_is_killed_on_its_host_and_a_closed_output_leave_nothing_on_any_host(
+    script, cwd, tmp_path
+):
+    script(WAIT)
+    script("import time\nwhile True:\n    print('line', flush=True)\n    time.sleep(0.1)\n", "print.py")
+    with ssh_hosts(2, tmp_path / "ssh") as two:
+        options = ("--hosts", "h0,h1", "--log-dir", str(tmp_path / "runs"))
+        killed = two.accel(*LAUNCH, *options, "train.py")
+        wait_until(lambda: len([*cwd.glob("up*")]) == 2)
+        launch = next(line for line in two.list_processes() if "--node-rank 1 " in line)
+        os.kill(int(launch.split()[1]), signal.SIGKILL)
+        output = read(killed)
+        wait_until(lambda: not two.list_processes(), 60)
+        closed = two.accel(*LAUNCH, *options, "print.py")
+        next(line for line in closed.stdout if line.endswith(" line\n"))
+        closed.stdout.close()
+        closed.stdout = None
+        assert closed.wait(limit(60)) in {1, 120}  # 120 if Python cannot write the error
+        wait_until(lambda: not two.list_processes(), 60)
+    assert killed.returncode == 1, output
+    assert output.splitlines()[-1].startswith("accel: error: host h1: the connection was lost"), output
+    assert {path.name for path in cwd.glob("saved*")} == {"saved0", "saved1"}
+
+
 def test_a_host_that_loses_its_network_is_named_and_ends_its_processes(script, cwd, tmp_path):
     script(WAIT)
     with ssh_hosts(2, tmp_path / "ssh") as two:
