@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +12,6 @@ from typing import Annotated, ClassVar, Literal, Protocol, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import override
 
-from accel_cli import console
 from accel_cli.errors import AccelError, UsageError, explain_torch_error
 from accel_cli.launchers.launcher import (
     GpuIds,
@@ -30,7 +27,6 @@ from accel_cli.launchers.launcher import (
 )
 from accel_cli.launchers.sections import Answers, CountOrAuto, ExpandedPath, Question
 from accel_cli.planning import network
-from accel_cli.planning.launch_options import LaunchOption
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import PORT
 from accel_cli.planning.plan import (
@@ -229,33 +225,8 @@ def check_stall_keys(section: _Section) -> _Section:
     return section
 
 
-LIVE = LaunchOption("--live", "Show a table of the ranks at the bottom of the terminal, as accel top does.")
-
-
-def _check_terminal() -> None:
-    """Raise if stderr cannot show a table that is redrawn."""
-    if not sys.stderr.isatty():
-        reason = "stderr is not a terminal"
-    elif console.is_dumb_terminal():
-        reason = "the terminal cannot move its cursor (TERM=dumb)"
-    elif _is_pipe(1):
-        reason = "stdout is a pipe, and the program that reads it may write to the same terminal"
-    else:
-        return
-    raise UsageError(f"Cannot use --live: {reason}. Leave it out, and watch the run with accel top.")
-
-
-def _is_pipe(fd: int) -> bool:
-    try:
-        return stat.S_ISFIFO(os.fstat(fd).st_mode)
-    except OSError:  # it is closed
-        return False
-
-
 class ElasticLauncher(Launcher):
     """A launcher whose processes the elastic agent starts."""
-
-    launch_options = (LIVE,)
 
     nnodes: Nnodes = 1
     rdzv_endpoint: Endpoint = None
@@ -342,8 +313,6 @@ class ElasticLauncher(Launcher):
     def run(self, plan: Plan) -> int:
         """Run the elastic agent: after a fork server, or in this process."""
         assert plan.agent
-        if plan.agent.live:
-            _check_terminal()
         if plan.agent.start_method == "forkserver":
             from accel_cli.runner.forkserver import exec_fork_server  # noqa: PLC0415 - not for a dry run
 
@@ -390,7 +359,6 @@ class ElasticLauncher(Launcher):
             progress_interval=self.progress_interval if self.progress_file else None,
             keep_runs=self.keep_runs,
             keep_days=self.keep_days,
-            live=LIVE.name in spec.option_values,
             host=spec.environ.get(env.NODE_NAME),
             failure_file=spec.environ.get(env.FAILURE_FILE),
             rdzv_socket=int(socket_number) if socket_number.isdecimal() else None,

@@ -110,8 +110,6 @@ class AgentSettings:
     """The number of run folders to keep."""
     keep_days: int = KEEP_DAYS
     """Days to keep the folder of a run after its end."""
-    live: bool = False
-    """True if a table of the ranks is shown at the bottom of the terminal."""
     static: bool = False
     """True if `node_rank` was given by an option."""
     starts_replicas: bool = False

@@ -153,7 +153,7 @@ def _list_layers(
         derived = {key: value for key, value in derived.items() if key not in option_keys}
         base.append(_build_layer(nodes.source, {"launcher.kind": node_launcher, **derived}))
     elif launcher.replaces_process:
-        base += _choose_torchrun(options, _get_launcher_options(request))
+        base += _choose_torchrun(options)
     return [*base, assignments, *options], nodes
 
 
@@ -231,16 +231,14 @@ def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) 
     return option_layers
 
 
-def _choose_torchrun(options: Sequence[Layer], launcher_options: Mapping[str, Any]) -> list[Layer]:
+def _choose_torchrun(options: Sequence[Layer]) -> list[Layer]:
     """Return a layer that replaces `single` by torchrun if an option needs several processes or an agent."""
     for layer in options:
         if not _SEVERAL_PROCESSES.isdisjoint(layer.values) or "," in str(
             layer.values.get("launcher.gpu_ids")
         ):
             return [_build_layer(layer.name, {"launcher.kind": "torchrun"})]
-    declared = LAUNCHERS["torchrun"].launch_options if launcher_options else ()
     sources = [layer.name for layer in options if not _AGENT.isdisjoint(layer.values)]
-    sources += [option.flag for option in declared if option.name in launcher_options]
     if sources:
         return [_build_layer(sources[0], {"launcher.kind": "torchrun", "launcher.nproc_per_node": 1})]
     for layer in options:

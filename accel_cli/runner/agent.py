@@ -280,7 +280,6 @@ class ElasticAgent(LocalElasticAgent):
             context.log_warning,
             prefixed=len(shown) > 1,
             coloured=console.use_color(),
-            write=context.footer.write if context.footer else None,
         )
         if context.settings.starts_replicas:
             attempt = context.folder.get_attempt(self._attempt)
@@ -390,8 +389,6 @@ class ElasticAgent(LocalElasticAgent):
         if self._replica_watch and self._replica_watch.check():
             self._record_start(self._replica_watch.world_size, self._replica_watch.folders)
             self._watch_stalls(self._replica_watch.folders)
-        if context.footer:
-            context.footer.refresh()
         self._report_global_batch()
         context.guard.check()
         context.guard.watch(context.orphans.update(context.signals.workers))
@@ -587,9 +584,6 @@ class ElasticAgent(LocalElasticAgent):
             signals.announce()
             if signals.received:
                 self._report_lingering(0)
-            if self._run_context.footer:
-                # A failure report may follow, and no refresh shows what the processes do meanwhile.
-                self._run_context.footer.hide()
             if self._pcontext:
                 # Not torch's default timeout, which older versions pass if a failure ends the other ranks.
                 self._pcontext.close(death_sig, self._shutdown_timeout if timeout is None else timeout)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_cli.planning.plan import AgentSettings
 from accel_cli.runner.forkserver import ForkServer
-from accel_cli.runner.output import LogWarning, ScreenFooter, SilenceHint
+from accel_cli.runner.output import LogWarning, SilenceHint
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder
 from accel_cli.runs.run_dir import RunFolder
@@ -31,8 +31,6 @@ class RunContext:
     server: ForkServer | None
     """The server that forks the processes; None starts them by exec."""
     silence_hint: SilenceHint | None
-    """The note about a run without output; None if notes are left out, or a footer shows the progress."""
+    """The note about a run without output; None if notes are left out."""
     is_quiet: bool = False
     """True if a launcher shows the output of all nodes, so that what is the same on all is printed by the first."""
-    footer: ScreenFooter | None = None
-    """The table of the ranks at the bottom of the terminal; None without `--live`."""

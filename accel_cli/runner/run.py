@@ -10,7 +10,6 @@ import_torch(quiet=True)
 # isort: split
 import logging
 import os
-from contextlib import nullcontext
 
 import torch
 from torch.distributed.elastic.agent.server import api
@@ -25,7 +24,7 @@ from accel_cli.planning.plan import AgentSettings, Plan
 from accel_cli.runner.agent import ElasticAgent
 from accel_cli.runner.bootstrap import BootstrapStore, ScriptIdentity
 from accel_cli.runner.context import RunContext
-from accel_cli.runner.output import LogWarning, SilenceHint, create_footer
+from accel_cli.runner.output import LogWarning, SilenceHint
 from accel_cli.runner.preparations import find_node_check, prepare_node
 from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
@@ -102,16 +101,13 @@ def _run_and_record(
     note_temporary_home(base)
     warning, recorder = LogWarning(folder), RunRecorder(folder, begin)
     is_quiet = plan.details is None or plan.details.is_quiet
-    # A footer shows the progress itself.
-    has_hint = not (is_quiet or settings.live)
-    hint = SilenceHint(detects_stalls=settings.stall_timeout is not None) if has_hint else None
+    hint = None if is_quiet else SilenceHint(detects_stalls=settings.stall_timeout is not None)
     progress_sinks = ProgressSinks(folder, settings, os.environ)
     agent: ElasticAgent | None = None
     code = 1
     try:
         progress_sinks.open()
-        footer_context = create_footer(folder) if settings.live else nullcontext()
-        with GuardProcess(folder.path, signals) as guard, footer_context as footer:
+        with GuardProcess(folder.path, signals) as guard:
             orphans = signals.orphans = Orphans()
             context = RunContext(
                 settings,
@@ -125,7 +121,6 @@ def _run_and_record(
                 server,
                 hint,
                 is_quiet,
-                footer,
             )
             agent = _create_agent(plan, context)
             code = agent.run_to_end()

@@ -23,7 +23,6 @@ __all__ = [
     "build_view",
     "crop_lines",
     "format_sparkline",
-    "render_footer",
     "render_lines",
     "shorten_location",
     "supports_blocks",
@@ -177,13 +176,6 @@ def crop_lines(lines: Sequence[Text], width: int, height: int | None) -> list[Te
         line.overflow = "crop"
         line.truncate(width)
     return shown
-
-
-def render_footer(run: RunSnapshot, width: int, height: int, *, encoding: str) -> list[str]:
-    """Return the view below a rule, as lines for the bottom of a terminal that takes this encoding."""
-    is_ascii = not supports_blocks(encoding)
-    body = build_view(run, width, height - 1, is_ascii=is_ascii)
-    return [("-" if is_ascii else "─") * width, *render_lines(body, width, is_coloured=console.use_color())]
 
 
 def supports_blocks(encoding: str | None) -> bool:
