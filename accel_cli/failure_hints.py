@@ -49,6 +49,20 @@ _HINTS = (
         ),
     ),
     (
+        re.compile(r"DataLoader worker process.*Cannot re-initialize \w+ in forked subprocess", re.DOTALL),
+        (
+            "a data-loader worker is a fork, in which the device cannot be used. Leave tensors of the dataset and collate_fn on the CPU, "
+            "or pass multiprocessing_context='spawn' to the DataLoader"
+        ),
+    ),
+    (
+        re.compile(r"Cannot re-initialize \w+ in forked subprocess"),
+        (
+            "the process is a fork of one that had used the device. If the script itself did not fork it, start the processes without "
+            "a fork: --set launcher.start_method=exec"
+        ),
+    ),
+    (
         re.compile(r"DataLoader worker \(pid \d+\) exited unexpectedly with exit code (?!0)"),
         (
             "the data-loader worker ended itself: the dataset, collate_fn or a library in it called sys.exit() or os._exit(). Run it "

@@ -39,7 +39,6 @@ from accel_cli.planning.plan import (
     check_ranks,
     get_highest_rank,
 )
-from accel_cli.planning.startup_code import explain_startup_code
 from accel_runtime.environment import settings as env
 
 __all__ = [
@@ -473,8 +472,6 @@ class Torchrun(ElasticLauncher):
             obstacle = "a program may not be Python"
         elif sys.platform != "linux":
             obstacle = f"the fork server needs Linux, and this is {sys.platform}"
-        elif self.start_method != "exec":
-            obstacle = explain_startup_code()
         if obstacle and self.start_method == "forkserver":
             raise UsageError(f"Cannot use start_method: forkserver: {obstacle}. Use exec or auto.")
         if self.start_method != "auto":

@@ -103,6 +103,7 @@ class ElasticAgent(LocalElasticAgent):
         self._is_silent = False
         """True if no rank of this node is shown: none at all by choice, or those of other nodes."""
         self._restart_reason: RestartReason | None = None
+        self._server = context.server
         self._round: int | None = None
         self._oom_kills = OomKillCounter()
         self._outputs: RankOutputs | None = None
@@ -289,7 +290,7 @@ class ElasticAgent(LocalElasticAgent):
             processes = self._pcontext = WorkerProcesses(
                 worker_group.spec,
                 envs,
-                server=context.server,
+                server=self._server,
                 orphans=context.orphans,
                 settings=context.settings,
                 on_failure=self._explain_timeout,
@@ -522,6 +523,11 @@ class ElasticAgent(LocalElasticAgent):
         first = failures.find_root_failure(self._read_failures(result.failures))
         if self._remaining_restarts:  # the last failure is recorded with its report
             self._record_failure(first)
+            if self._server and failures.names_fork(first):
+                self._server = None
+                console.note(
+                    f"processes are started by exec: rank {first.rank} cannot use its device in a fork"
+                )
         is_consequence = first.cause is not Cause.PRIMARY and not first.early_exits
         departed = self._describe_departed({}) if is_consequence else ""
         text = departed or failures.format_one_line(first)

@@ -36,6 +36,7 @@ __all__ = [
     "format_reason",
     "format_stack",
     "is_unexplained_timeout",
+    "names_fork",
     "print_lingering",
     "print_report",
     "read_failure",
@@ -502,6 +503,12 @@ def _describe_places(first: Failure, local: Collection[Failure]) -> str:
             ranks.setdefault(f"{Path(last.file).name}:{last.line} ({last.name})", []).append(failure.rank)
     places = [f"{format_ranks(group)} at {place}" for place, group in ranks.items()]
     return f"the ranks were in different calls: {'; '.join(places)}" if len(places) > 1 else ""
+
+
+def names_fork(failure: Failure) -> bool:
+    """Return True if a process could not use its device because it was forked; data-loader workers do not count."""
+    texts = [link.text for link in failure.chain]
+    return any("in forked subprocess" in text and "DataLoader worker" not in text for text in texts)
 
 
 def _find_hint(failure: Failure) -> str | None:

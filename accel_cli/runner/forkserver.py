@@ -9,22 +9,20 @@ multiprocessing has a fork server too, but its processes are children of the ser
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import importlib
 import json
 import os
-import re
 import signal
 import socket
 import struct
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from tempfile import TemporaryFile
 from types import ModuleType
@@ -36,7 +34,6 @@ import accel_cli
 from accel_cli import early_signals, worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
-from accel_cli.planning.startup_code import explain_startup_code, find_module_spec
 from accel_cli.runner.guard import HANDLED_SIGNALS
 
 __all__ = [
@@ -46,7 +43,6 @@ __all__ = [
     "adopt_orphans",
     "exec_fork_server",
     "explain_fallback",
-    "explain_shadowed",
     "explain_unsafe_fork",
     "import_torch",
     "preload_modules",
@@ -112,24 +108,19 @@ def import_torch(*, quiet: bool) -> None:
         del os.environ[_TORCH_LOG_LEVEL]
 
 
-_PRELOADED = ("torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks")
-"""What torch imports when an optimizer is made (torch 2.13: 800 modules), and what accel_runtime imports of torch."""
-_TRAINING = re.compile(rb"optim|Trainer|backward\(")
-_COMPILER_VARIABLES = re.compile(
-    rb"AOT_?INDUCTOR_|\bINDUCTOR_|TORCHDYNAMO_|TORCHINDUCTOR_|TRITON_|CUDA_HOME|SYMPY_"
-)
-"""Variables that these modules read when they are imported."""
+_COMPILER = "torch._dynamo"
+"""What torch imports when an optimizer is made (torch 2.13: 800 modules)."""
 
 
-def preload_modules(plan: Plan) -> None:
-    """Import what every rank of a training would import after the fork, unless the script sets variables for it."""
-    source = read_source(*plan.argv[2:4])
-    if not _TRAINING.search(source) or _COMPILER_VARIABLES.search(source):
-        return
-    for name in _PRELOADED:
-        # Each rank tries again, and reports the error where it occurs.
-        with suppress(ImportError, OSError, RuntimeError):
-            importlib.import_module(name)
+def preload_modules() -> list[str]:
+    """Import what every rank of a training would import after the fork; return the modules of torch that `import torch` leaves out."""
+    # Each rank tries again, and reports the error where it occurs.
+    with suppress(ImportError, OSError, RuntimeError):
+        importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks")  # accel_runtime imports it
+        before = set(sys.modules)
+        importlib.import_module(_COMPILER)
+        return [name for name in sys.modules if name.startswith("torch.") and name not in before]
+    return []
 
 
 class ForkServerError(Exception):
@@ -143,6 +134,8 @@ class ForkRequest:
     argv: tuple[str, ...]
     """The command line that exec would run: interpreter, worker, and the worker's arguments."""
     environ: Mapping[str, str]
+    preloaded: Collection[str] = ()
+    """The modules of torch that are hidden until the script imports them, not torch alone."""
 
     def enter(self) -> None:
         """Set up the environment, random seeds and modules of this process as exec would; called once, before the script."""
@@ -155,7 +148,9 @@ class ForkRequest:
             torch.default_generator.seed()
         if process := sys.modules.get("multiprocessing.process"):
             process.current_process().authkey = os.urandom(32)
-        sys.meta_path.insert(0, _HiddenPackage("torch", self.environ))
+        compiler = _HiddenModules(self.preloaded, _READ_BY_COMPILER, self.environ)
+        names = [name for name in sys.modules if f"{name}.".startswith("torch.")]
+        sys.meta_path[:0] = [_HiddenModules(names, _READ_BY_TORCH, self.environ), compiler]
 
 
 class ForkServer:
@@ -188,8 +183,11 @@ class ForkServer:
         os.waitpid(self._pid, 0)
 
 
-def start_fork_server() -> ForkServer | ForkRequest:
-    """Fork the server; returns in this process, and again in every process that the server forks."""
+def start_fork_server(preloaded: Collection[str] = ()) -> ForkServer | ForkRequest:
+    """Fork the server; returns in this process, and again in every process that the server forks.
+
+    `preloaded` are the modules that `preload_modules` returns.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     adopt_orphans()
@@ -198,7 +196,7 @@ def start_fork_server() -> ForkServer | ForkRequest:
     link = ends[0 if pid else 1].makefile("rw")
     for end in ends:  # the file keeps its end open
         end.close()
-    return ForkServer(link, pid) if pid else _serve(link)
+    return ForkServer(link, pid) if pid else _serve(link, preloaded)
 
 
 def adopt_orphans() -> None:
@@ -207,7 +205,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _serve(link: TextIO) -> ForkRequest:
+def _serve(link: TextIO, preloaded: Collection[str]) -> ForkRequest:
     """Serve requests until the launcher ends; returns only in a forked process, with its request."""
     # Signals to the launcher's process group, such as Ctrl-C, are not for the server.
     os.setsid()
@@ -217,7 +215,8 @@ def _serve(link: TextIO) -> ForkRequest:
         while True:
             message = json.loads(link.readline())
             argv = tuple(message["argv"])
-            forked = _fork([ForkRequest(argv, environ) for environ in message["environs"]], link, mask)
+            requests = [ForkRequest(argv, environ, preloaded) for environ in message["environs"]]
+            forked = _fork(requests, link, mask)
             if forked:
                 return forked
     os._exit(0)
@@ -286,14 +285,23 @@ def _wait_for_start(index: int, pids_write: int, start_read: int, mask: set[int 
     os.close(start_read)
 
 
-class _HiddenPackage(MetaPathFinder, Loader):
-    """Removes a loaded package from `sys.modules`, as in a new process, and restores it when it is imported."""
+class _HiddenModules(MetaPathFinder, Loader):
+    """Removes loaded modules from `sys.modules`, as in a new process, and restores them when the first of them is imported.
 
-    def __init__(self, package: str, environ: Mapping[str, str]) -> None:
-        names = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]
+    Variables that they have read keep their former values: a later change is a warning.
+    """
+
+    def __init__(self, names: Collection[str], prefixes: tuple[str, ...], environ: Mapping[str, str]) -> None:
         self._modules = {name: sys.modules.pop(name) for name in names}
         self._specs = {name: module.__spec__ for name, module in self._modules.items()}
-        self._variables = _get_torch_variables(environ)
+        self._prefixes, self._variables = prefixes, _find_variables(prefixes, environ)
+        # A package that stays would find its modules as attributes, without importing them.
+        self._attributes = []
+        for name, module in self._modules.items():
+            package, _, attribute = name.rpartition(".")
+            if (parent := sys.modules.get(package)) and vars(parent).get(attribute) is module:
+                delattr(parent, attribute)
+                self._attributes.append((parent, attribute, module))
 
     @override
     def find_spec(
@@ -312,10 +320,12 @@ class _HiddenPackage(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         sys.meta_path.remove(self)
         sys.modules.update(self._modules)
-        before, now = self._variables, _get_torch_variables(os.environ)
+        for parent, attribute, module in self._attributes:
+            setattr(parent, attribute, module)
+        before, now = self._variables, _find_variables(self._prefixes, os.environ)
         if late := sorted(name for name in {*now, *before} if now.get(name) != before.get(name)):
             warnings.warn(
-                f"{', '.join(late)} changed after torch was loaded for this process, and may have no effect; "
+                f"{', '.join(late)} changed after {spec.name} was loaded for this process, and may have no effect; "
                 "set it in the profile's env, or use launcher.start_method=exec",
                 RuntimeWarning,
                 stacklevel=2,
@@ -327,33 +337,31 @@ class _HiddenPackage(MetaPathFinder, Loader):
         module.__spec__ = self._specs[module.__name__]
 
 
-# The choice of exec instead of the fork server
-
-_READ_AT_IMPORT = ("ATEN_", "GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_")
+_READ_BY_TORCH = ("ATEN_", "GOMP_", "GOTO_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH_")
 """Prefixes of variables that are read when torch, or a library of it, is imported."""
+_READ_BY_COMPILER = (
+    *("AOTINDUCTOR_", "AOT_", "CUDA_HOME", "INDUCTOR_", "SYMPY_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+    *("TORCH_CACHING_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TRITON_"),
+)
+"""Prefixes of variables that are read when torch's compiler is imported (torch 2.13)."""
 _READ_LATER = ("TORCH_HOME", "TORCH_NCCL_")
-_SETTERS = frozenset({"putenv", "setdefault", "update"})
+
+
+def _find_variables(prefixes: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(prefixes) and not name.startswith(_READ_LATER)
+    }
+
+
+# The choice of exec instead of the fork server
 
 
 def explain_fallback(plan: Plan, *, python_modules: Collection[str]) -> str | None:
     """Return the difference that the script could observe in a forked process; None without a difference."""
-    kind, target = plan.argv[2:4]
     if not Path("/proc/self/fd").is_dir():
         return "/proc is not available"
-    if kind == "script" and (target.endswith(".pyc") or worker.is_application(target)):
-        return f"{target} is not source code, and may set variables that are read while torch is loaded"
-    # The launcher has searched the start-up code of its own path; the profile may set another one.
-    if any(name.startswith("PYTHON") for name in plan.env) and (reason := explain_startup_code()):
-        return reason
-    if shadowed := explain_shadowed(plan, python_modules=python_modules):
-        return shadowed
-    if variables := sorted(set(_find_torch_variables(read_source(kind, target)))):
-        return f"{target} sets {', '.join(variables)}, which is read while torch is loaded"
-    return None
-
-
-def explain_shadowed(plan: Plan, *, python_modules: Collection[str]) -> str | None:
-    """Return which imported modules have the names of modules of the script; None without any."""
     folder = worker.get_import_folder(*plan.argv[2:4])
     shadowed = worker.find_shadowed(folder, python_modules)
     return (
@@ -365,22 +373,13 @@ def explain_unsafe_fork() -> str:
     """Return why a fork of this process would not work, because of what imported libraries have done; empty if it works."""
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         # A fork would copy locks that they hold.
-        return "a library started threads while torch was imported"
+        return "a library started threads while modules were imported"
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor that lists the folder
             if str(entry.readlink()).startswith(_GPUS):
                 # Drivers do not work in a fork.
-                return "a library opened a GPU while torch was imported"
+                return "a library opened a GPU while modules were imported"
     return ""
-
-
-def _get_torch_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are read when torch is imported."""
-    return {name: value for name, value in environ.items() if _is_read_at_import(name)}
-
-
-def _is_read_at_import(name: str) -> bool:
-    return name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_LATER)
 
 
 def read_source(kind: str, target: str) -> bytes:
@@ -389,39 +388,16 @@ def read_source(kind: str, target: str) -> bytes:
         # Only the script's own process may read a pipe.
         return Path(target).read_bytes() if Path(target).is_file() else b""
     path = [str(Path.cwd()), *sys.path]
-    spec = find_module_spec(target, path)
+    spec = _find_module_spec(target, path)
     if spec and spec.submodule_search_locations:
-        spec = find_module_spec(f"{target}.__main__", path)
+        spec = _find_module_spec(f"{target}.__main__", path)
     return Path(spec.origin).read_bytes() if spec and spec.origin else b""
 
 
-def _find_torch_variables(source: bytes) -> Iterator[str]:
-    """Yield the variables in a source that it sets and that torch reads when it is imported."""
-    # Most scripts do not change the environment, and searching is cheaper than parsing.
-    if b"environ" not in source and b"putenv" not in source:
-        return
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
-        for name in _get_set_names(node):
-            if (
-                isinstance(name, ast.Constant)
-                and isinstance(name.value, str)
-                and _is_read_at_import(name.value)
-            ):
-                yield name.value
-
-
-def _get_set_names(node: ast.AST) -> list[ast.expr | None]:
-    """Return the names in `environ["X"] = ...`, `environ.setdefault("X", ...)` and the like."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-        return [node.slice]
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-        return []
-    if node.func.attr not in _SETTERS:
-        return []
-    names: list[ast.expr | None] = [ast.Constant(keyword.arg) for keyword in node.keywords if keyword.arg]
-    first = node.args[0] if node.args else None
-    return [*names, *(first.keys if isinstance(first, ast.Dict) else [first])]
+def _find_module_spec(module: str, path: Sequence[str]) -> ModuleSpec | None:
+    """Find a module by its dotted name in the folders of a path, without importing anything."""
+    spec, names = None, module.split(".")
+    for depth in range(1, len(names) + 1):
+        spec = PathFinder.find_spec(".".join(names[:depth]), path)
+        path = list(spec.submodule_search_locations or []) if spec else []
+    return spec

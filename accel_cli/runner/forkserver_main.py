@@ -39,7 +39,6 @@ from accel_cli.runner.forkserver import (
     ForkRequest,
     ForkServer,
     explain_fallback,
-    explain_shadowed,
     explain_unsafe_fork,
     import_torch,
     preload_modules,
@@ -89,12 +88,11 @@ def _start_server(plan: Plan) -> ForkServer | ForkRequest | None:
         message = explain_torch_error(error)
         run_dir.write_reason(plan.agent.failure_file, message)
         raise AccelError(message) from error
+    # A single process would share its memory with nobody, and wait for modules that it may not need.
+    preloaded = preload_modules() if plan.nproc_per_node > 1 else []
     reason = explain_fallback(plan, python_modules=worker.PYTHON_MODULES)
-    if not reason:
-        preload_modules(plan)
-        reason = explain_shadowed(plan, python_modules=worker.PYTHON_MODULES)
     gc.freeze()
-    started = None if reason else start_fork_server()
+    started = None if reason else start_fork_server(preloaded)
     gc.enable()
     if isinstance(started, ForkServer) and (reason := explain_unsafe_fork()):
         started.close()
