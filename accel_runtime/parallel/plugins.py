@@ -551,12 +551,13 @@ def _parse_mixed_precision(value: Any) -> dict[str, Any]:
 
 
 def _parse_dtype(key: str, value: object) -> Number:
+    dtype: Any = value
     if isinstance(value, str):
         name = value.removeprefix("torch.").lower()
-        names = {number: dtype for dtype, number in DTYPE_NAMES.items()}
-        value = names.get(name, getattr(torch, name, value))  # type: ignore[call-overload]
-    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
-        return DTYPE_NAMES[value]
+        names = {number: each for each, number in DTYPE_NAMES.items()}
+        dtype = names.get(name, getattr(torch, name, None))  # type: ignore[call-overload]
+    if isinstance(dtype, torch.dtype) and dtype in DTYPE_NAMES:
+        return DTYPE_NAMES[dtype]
     raise _build_value_error(key, value, f"one of {', '.join(DTYPE_NAMES.values())}, or their torch.dtype")
 
 
