@@ -70,73 +70,42 @@ accelerate_version = "1.15.0"
 
 
 _EXPORTS = {
-    "accelerate.imports": ("is_rich_available",),
+    "accelerate.imports": "is_rich_available",
     "accelerate.operations": (
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "pad_across_processes",
-        "reduce",
-        "send_to_device",
-        "split_between_processes",
-        "synchronize_rng_states",
+        "broadcast broadcast_object_list gather gather_object pad_across_processes reduce send_to_device"
+        " split_between_processes synchronize_rng_states"
     ),
-    "accelerator.accelerator": ("Accelerator",),
-    "accelerator.description": ("Description",),
-    "accelerator.local_sgd": ("LocalSGD",),
-    "accelerator.state": ("PartialState",),
-    "backends.rng": ("set_seed",),
-    "collectives.handshake": ("MismatchError", "RankLostError", "StallError"),
-    "data.loader": ("skip_first_batches",),
-    "environment.settings": ("Settings",),
-    "environment.topology": ("Topology",),
+    "accelerator.accelerator": "Accelerator",
+    "accelerator.description": "Description",
+    "accelerator.local_sgd": "LocalSGD",
+    "accelerator.state": "PartialState",
+    "backends.rng": "set_seed",
+    "collectives.handshake": "MismatchError RankLostError StallError",
+    "data.loader": "skip_first_batches",
+    "environment.settings": "Settings",
+    "environment.topology": "Topology",
+    "extensions.deepspeed.plugin": "DeepSpeedPlugin",
     "foundation.options": (
-        "AutocastKwargs",
-        "DDPCommunicationHookType",
-        "DataLoaderConfiguration",
-        "DistributedDataParallelKwargs",
-        "DistributedType",
-        "GradScalerKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "PrecisionType",
-        "ProjectConfiguration",
+        "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs"
+        " DistributedType GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs PrecisionType"
+        " ProjectConfiguration"
     ),
-    "monitoring.logging": ("get_logger", "tqdm"),
-    "monitoring.profiling": ("ProfileKwargs",),
-    "notebook": ("debug_launcher", "notebook_launcher"),
-    "parallel.big_modeling": ("init_empty_weights", "init_on_device"),
-    "extensions.deepspeed.plugin": ("DeepSpeedPlugin",),
+    "monitoring.logging": "get_logger tqdm",
+    "monitoring.profiling": "ProfileKwargs",
+    "notebook": "debug_launcher notebook_launcher",
+    "parallel.big_modeling": "init_empty_weights init_on_device",
     "parallel.plugins": (
-        "FullyShardedDataParallelPlugin",
-        "ParallelismConfig",
-        "TorchContextParallelConfig",
-        "TorchTensorParallelConfig",
+        "FullyShardedDataParallelPlugin ParallelismConfig TorchContextParallelConfig"
+        " TorchTensorParallelConfig"
     ),
-    "storage.errors": ("CheckpointError",),
-    "tracking": ("GeneralTracker", "LoggerType"),
-    "training.compile": ("DynamoBackend", "TorchDynamoPlugin"),
-    "training.memory": ("find_executable_batch_size", "release_memory"),
+    "storage.errors": "CheckpointError",
+    "tracking": "GeneralTracker LoggerType",
+    "training.compile": "DynamoBackend TorchDynamoPlugin",
+    "training.memory": "find_executable_batch_size release_memory",
 }
 """The names of each module, which are those that type checkers import above."""
-_MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
-_SUBMODULES = frozenset(
-    {
-        "accelerator",
-        "big_modeling",
-        "data_loader",
-        "hooks",
-        "launchers",
-        "logging",
-        "optimizer",
-        "parallelism_config",
-        "scheduler",
-        "state",
-        "tracking",
-        "utils",
-    }
-)
+_MODULES = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names.split()}
+_SUBMODULES = "accelerator big_modeling data_loader hooks launchers logging optimizer parallelism_config scheduler state tracking utils"
 """The modules that `import accelerate` makes attributes of the package, which scripts use without another import."""
 
 
@@ -147,10 +116,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("accel_runtime.environment.settings").__version__
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
-    if name in _SUBMODULES:
+    if name in _SUBMODULES.split():
         return importlib.import_module(f"{__name__}.{name}")
     return importlib.import_module("accel_runtime.accelerate.package").import_from_accelerate(__name__, name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_SUBMODULES})
+    return sorted({*globals(), *_MODULES, *_SUBMODULES.split()})

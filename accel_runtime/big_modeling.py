@@ -1,11 +1,7 @@
 """Building models without memory under the module path of Accelerate."""
 
-from typing import Any
-
-from accel_runtime.accelerate.package import import_from_accelerate
+from accel_runtime.accelerate.package import build_getattr
 from accel_runtime.parallel.big_modeling import *  # noqa: F403
 from accel_runtime.parallel.big_modeling import __all__  # noqa: F401
 
-
-def __getattr__(name: str) -> Any:
-    return import_from_accelerate(__name__, name)
+__getattr__ = build_getattr(__name__)

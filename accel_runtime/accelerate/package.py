@@ -7,12 +7,13 @@ and helpers. Names that configure Accelerate's own training are not among them, 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from accel_runtime.environment.installation import format_install
 
-__all__ = ["PACKAGE_NAMES", "import_from_accelerate"]
+__all__ = ["PACKAGE_NAMES", "build_getattr", "import_from_accelerate"]
 
 
 _BIG_MODELS = """
@@ -109,3 +110,8 @@ def import_from_accelerate(module: str, name: str) -> Any:
             f"{format_install('accelerate', options='--upgrade')}",
             name=module,
         ) from error
+
+
+def build_getattr(module: str) -> Callable[[str], Any]:
+    """Return `__getattr__` of a module that has further names of Accelerate's module of the same path."""
+    return partial(import_from_accelerate, module)

@@ -1,8 +1,6 @@
 """Configuration objects and enumerations under the name of Accelerate's `utils.dataclasses`."""
 
-from typing import Any
-
-from accel_runtime.accelerate.package import import_from_accelerate
+from accel_runtime.accelerate.package import build_getattr
 from accel_runtime.extensions.deepspeed.plugin import DeepSpeedPlugin
 from accel_runtime.foundation.options import (
     AutocastKwargs,
@@ -48,6 +46,4 @@ __all__ = [
     "TorchTensorParallelConfig",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    return import_from_accelerate(__name__, name)
+__getattr__ = build_getattr(__name__)

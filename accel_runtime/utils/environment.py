@@ -1,11 +1,7 @@
 """Functions of `accel_runtime.accelerate.environment` under the module path of Accelerate."""
 
-from typing import Any
-
 from accel_runtime.accelerate.environment import *  # noqa: F403
 from accel_runtime.accelerate.environment import __all__  # noqa: F401
-from accel_runtime.accelerate.package import import_from_accelerate
+from accel_runtime.accelerate.package import build_getattr
 
-
-def __getattr__(name: str) -> Any:
-    return import_from_accelerate(__name__, name)
+__getattr__ = build_getattr(__name__)

@@ -1,11 +1,6 @@
 """Names of Accelerate's `utils.offload`, which are taken from the installed package."""
 
-from typing import Any
-
-from accel_runtime.accelerate.package import import_from_accelerate
+from accel_runtime.accelerate.package import build_getattr
 
 __all__: list[str] = []
-
-
-def __getattr__(name: str) -> Any:
-    return import_from_accelerate(__name__, name)
+__getattr__ = build_getattr(__name__)
