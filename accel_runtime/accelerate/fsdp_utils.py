@@ -185,47 +185,39 @@ def merge_fsdp_weights(
     state = PartialState()
     try:
         if state.is_main_process:
-            output = Path(output_path)
             refuse_url(output_path, "merge_fsdp_weights")
-            if is_url(checkpoint_dir):
-                _merge_object(normalize_location(checkpoint_dir), output, remove=remove_checkpoint_dir)
-            else:
-                source = _merge(Path(checkpoint_dir), output)
-                if remove_checkpoint_dir:
-                    shutil.rmtree(source)
+            source = (
+                normalize_location(checkpoint_dir) if is_url(checkpoint_dir) else os.fspath(checkpoint_dir)
+            )
+            checkpoint = _merge(source, Path(output_path))
+            if remove_checkpoint_dir and is_url(checkpoint):
+                open_store().delete(checkpoint)
+            elif remove_checkpoint_dir:
+                shutil.rmtree(checkpoint)
     finally:
         state.wait_for_everyone()
 
 
-def _merge(source: Path, output: Path) -> Path:
-    """Write the weights, and return their source directory."""
-    if other := find_format(source, loads=False):
+def _merge(location: str, output: Path) -> str:
+    """Write the weights, and return the location of their checkpoint."""
+    source = Path(location)
+    if not is_url(location) and (other := find_format(source, loads=False)):
         with FORMATS[other].open(source) as snapshot:
             output.mkdir(parents=True, exist_ok=True)
             merge_tensors(snapshot, output / "model.safetensors", MergeRequest())
-        return source
-    if source.is_dir() and not (source / NAME).exists():
+        return location
+    if not is_url(location) and source.is_dir() and not (source / NAME).exists():
         weights, is_index = find_weight_file(source)
         first = source / weights.name
         output.mkdir(parents=True, exist_ok=True)
         for file in [*(list_shards(first) if is_index else []), first]:
             shutil.copyfile(file, output / file.name)
-        return source
-    checkpoint, item = _split_model(os.fspath(source))
+        return location
+    checkpoint, item = _split_model(location)
     with open_store().open(checkpoint) as snapshot:
         output.mkdir(parents=True, exist_ok=True)
         merge_tensors(snapshot, output / "model.safetensors", MergeRequest(item=item))
-    return Path(checkpoint)
-
-
-def _merge_object(url: str, output: Path, *, remove: bool) -> None:
-    """Write the weights of a checkpoint in an object store."""
-    store, (key, item) = open_store(), _split_model(url)
-    with store.open(key) as snapshot:
-        output.mkdir(parents=True, exist_ok=True)
-        merge_tensors(snapshot, output / "model.safetensors", MergeRequest(item=item))
-    if remove:
-        store.delete(key)
+    return checkpoint
 
 
 def _split_model(location: str) -> tuple[str, str]:
