@@ -273,7 +273,7 @@ RUNTIME = (
         "batches continues with the same ones.",
         (
             "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
-            "tests/runtime/test_surface.py::test_the_accelerator_has_the_members_of_accelerate_and_those_of_accel",
+            "tests/runtime/test_surface.py::test_the_members_of_the_accelerator_can_be_read_and_assigned",
             "tests/runtime/test_differences.py::test_the_page_lists_every_difference_and_no_other",
         ),
         "order of an epoch that is begun again",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -88,8 +89,20 @@ def compare(name, their_entry, our_entry, value):
         if member not in our_members and not hasattr(value, member):
             yield f"{name}.{member}"
         elif parameters and our_members.get(member) is not None:
+            yield from find_required(f"{name}.{member}", parameters, our_members[member])
             yield from compare_parameters(f"{name}.{member}", parameters, our_members[member])
-    yield from compare_parameters(name, their_entry.get("parameters", []), our_entry.get("parameters", []))
+    their_parameters, our_parameters = their_entry.get("parameters", []), our_entry.get("parameters", [])
+    yield from compare_parameters(name, their_parameters, our_parameters)
+    if not inspect.isclass(value):
+        yield from find_required(name, their_parameters, our_parameters)
+
+
+def find_required(name, their_parameters, our_parameters):
+    """Yield parameters that accel alone has and requires."""
+    known = {parameter for parameter, *_ in their_parameters}
+    for parameter, kind, default in our_parameters:
+        if parameter not in known and default is None and not kind.startswith("VAR_"):
+            yield f"{name}({parameter})"
 
 
 def compare_parameters(name, their_parameters, our_parameters):

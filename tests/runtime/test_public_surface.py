@@ -1,7 +1,6 @@
 """The public names, with parameters, members, fields and values, equal those of the golden file.
 
-`test_surface.py` compares with the names that scripts for Accelerate use, `test_differences.py` with all of
-Accelerate 1.15; this file detects any change of the interface of accel itself.
+`test_differences.py` compares them with Accelerate 1.15; this file detects any change of the interface of accel itself.
 """
 
 from __future__ import annotations
