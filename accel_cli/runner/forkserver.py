@@ -114,13 +114,18 @@ _COMPILER = "torch._dynamo"
 
 def preload_modules() -> list[str]:
     """Import what every rank of a training would import after the fork; return the modules of torch that `import torch` leaves out."""
+    variables = set(os.environ)
+    preloaded: list[str] = []
     # Each rank tries again, and reports the error where it occurs.
     with suppress(ImportError, OSError, RuntimeError):
         importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks")  # accel_runtime imports it
         before = set(sys.modules)
         importlib.import_module(_COMPILER)
-        return [name for name in sys.modules if name.startswith("torch.") and name not in before]
-    return []
+        preloaded = [name for name in sys.modules if name.startswith("torch.") and name not in before]
+    # Each rank gets the environment of this process, and must not find what the compiler sets (TORCHINDUCTOR_CACHE_DIR).
+    for name in os.environ.keys() - variables:
+        del os.environ[name]
+    return preloaded
 
 
 class ForkServerError(Exception):
