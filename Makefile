@@ -46,11 +46,11 @@ demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 proce
 	  'README.md' 'the five lines to change in your script' \
 	  'docs/first-launch.md' 'the profile of this machine, and what a launch does'
 
-test: $(READY)  ## Set up, then run the tests for every change
-	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full"
+test: $(READY)  ## Set up, then run the tests of the core for every change, and a few of each extension
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full and (smoke or not extension)"
 
-test-slow: $(READY)  ## Run the slow tests: many launches, an imitation of AWS, the first pages of the docs
-	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full"
+test-slow: $(READY)  ## Run the slow tests of the core: many launches, the first pages of the docs
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full and not extension"
 
 test-services: $(READY)  ## Install Ceph, Slurm, sshd and Chromium, and run the tests that need them or root (Debian, as root)
 	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -m "service and not full"

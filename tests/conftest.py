@@ -45,6 +45,7 @@ if threading.current_thread() is threading.main_thread():
             signal.signal(_number, _default_handler)
 
 ROOT = Path(__file__).parent.parent
+EXTENSIONS = ROOT / "tests" / "extensions"
 _LOG_LEVEL, _QUIET = "TORCH_CPP_LOG_LEVEL", "ERROR"
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -387,7 +388,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Skip the tests that need a service, before tests are selected by their marks."""
+    """Mark the tests of extensions, and skip those that need a service, before tests are selected by their marks."""
+    for item in items:
+        if item.path.is_relative_to(EXTENSIONS):
+            item.add_marker("extension")
     skip_services(items, run=config.getoption("services"))
 
 

@@ -5,7 +5,15 @@ import shutil
 import subprocess
 
 import pytest
-from support.fence import EXTENSIONS, copy_sources, find_extensions, list_rows, list_tables, remove_extensions
+from support.fence import (
+    EXTENSIONS,
+    ROOT,
+    copy_sources,
+    find_extensions,
+    list_rows,
+    list_tables,
+    remove_extensions,
+)
 from support.interpreter import Interpreter
 from support.processes import ForkedProcess
 from support.waits import limit
@@ -116,3 +124,14 @@ def test_without_one_extension_all_modules_import_that_did(delete):
     errors = read("print_import_errors", delete())
     for name in EXTENSIONS:
         assert read("print_import_errors", delete(name)).keys() <= errors.keys(), name
+
+
+def test_make_test_runs_a_test_of_each_extension():
+    """An extension without a backend or a package of its own here has one that needs neither."""
+    tests = ROOT / "tests" / "extensions"
+    marked = {
+        file.relative_to(tests).parts[0]
+        for file in tests.rglob("test_*.py")
+        if "pytest.mark.smoke" in file.read_text(encoding="utf-8")
+    }
+    assert marked == {*EXTENSIONS}

@@ -90,6 +90,7 @@ def test_the_file_of_an_option_or_a_variable_is_relative_to_the_current_folder(a
     assert f"ACCEL_DEEPSPEED_CONFIG_FILE={tmp_path}/conf/b.json" in result.stdout
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("options", "words"),
     [

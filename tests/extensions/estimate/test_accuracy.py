@@ -108,6 +108,7 @@ def test_the_memory_of_four_ranks_equals_the_estimate(four, sizes):
     compare_with_estimate(four, sizes)
 
 
+@pytest.mark.smoke
 def test_the_memory_of_one_process_equals_the_estimate(alone):
     for shards in (1, "auto"):
         assert alone.run(measure_rank, (1, shards, 1), torch.optim.AdamW) == [estimate_sizes((1, 1, 1))]

@@ -252,6 +252,7 @@ IMPORTS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("writers", "readers", "layout"), IMPORTS)
 def test_an_imported_checkpoint_is_loaded_bitwise_equal_on_any_ranks_and_training_continues(
     clusters, tmp_path, writers, readers, layout
@@ -509,6 +510,7 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
+@pytest.mark.smoke
 def test_a_malicious_metadata_is_refused_and_runs_nothing(tmp_path):
     save_nested(tmp_path / "dcp")
     metadata = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())  # noqa: S301 - written here
@@ -521,6 +523,7 @@ def test_a_malicious_metadata_is_refused_and_runs_nothing(tmp_path):
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.smoke
 def test_a_malicious_value_is_refused_and_runs_nothing(tmp_path):
     plain = Plain(1)
     state = plain.state_dict()

@@ -126,6 +126,7 @@ def render(section, *args, archive=b"files", **options):
     return manifests.render(job, "my-run-x7k2p", "ann", archive if job.sent else None)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", SECTIONS)
 def test_manifests_are_those_of_their_golden_file_and_of_the_published_schemas(name):
     rendered = render(SECTIONS[name], "--lr", "1", mixed_precision="bf16")

@@ -114,6 +114,7 @@ def run(text, folder, environ=()):
     return output.getvalue()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("path", named(set()))
 def test_a_script_is_converted_as_in_its_golden_file(path):
     before = path.read_text()

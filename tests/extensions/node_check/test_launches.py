@@ -79,6 +79,7 @@ def small_disk(path, size):
         subprocess.run(["umount", "-l", path], check=True)
 
 
+@pytest.mark.smoke
 def test_the_check_of_one_node_prints_one_line_and_keeps_its_facts(script, cwd):
     script("import os\nprint('rank', os.environ['RANK'])")
     options = ("--preflight", "--nproc-per-node", "2", "--ranks", "all", "--log-dir", "logs")

@@ -87,6 +87,7 @@ def test_healthy_nodes_have_no_findings(count, is_gpu):
 
 
 @given(count=st.integers(3, 9), data=st.data())
+@pytest.mark.smoke
 def test_a_node_that_reaches_no_other_is_the_only_bad_one(count, data):
     bad = data.draw(st.integers(0, count - 1))
     records = build_records(count, broken=[(bad, other) for other in range(count) if other != bad])
@@ -118,6 +119,7 @@ def test_a_gpu_below_half_of_the_median_is_bad_and_one_below_four_fifths_is_note
 
 
 @given(count=st.integers(3, 9), data=st.data())
+@pytest.mark.smoke
 def test_a_slow_node_is_found_though_its_partners_measured_slow_links_too(count, data):
     bad = data.draw(st.integers(0, count - 1))
 
@@ -241,6 +243,7 @@ def test_addresses_and_names_are_tried():
     assert (named.error, named.name_error) == ("", "")
 
 
+@pytest.mark.smoke
 def test_a_wrong_product_is_found(monkeypatch):
     import torch
 

@@ -17,6 +17,7 @@ from accel_runtime.extensions.node_check.verdict import NodeFinding
 BAD = NodeFinding(1, "bad", "has no network")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("num_nodes", "num_spares", "min_nodes", "continues"),
     [(3, 0, 2, True), (3, 0, 3, False), (3, 1, 3, True), (2, 0, 1, True), (2, 5, 2, True), (2, 0, 2, False)],

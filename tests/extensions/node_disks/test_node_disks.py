@@ -128,6 +128,7 @@ def four(clusters):
     return clusters[4]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_run_resumes_from_the_nodes_bit_for_bit_and_from_the_store_if_a_node_is_lost(four, layout, memory):
     first = four.run(train_and_save, memory, layout, 8, (1, 2, 3, 4, 5))
@@ -232,6 +233,7 @@ def resume_and_save(folder):
     return found, run.notes
 
 
+@pytest.mark.smoke
 def test_a_crash_between_the_commits_of_two_nodes_leaves_the_checkpoint_before(four, memory):
     assert four.run_until_killed(save_and_end_between_commits, memory, "manifest")
     on_nodes, _ = list_names(memory)

@@ -23,6 +23,7 @@ from support.s3.runs import open_objects
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("count", "sizes"),
     [

@@ -62,6 +62,7 @@ CASES = [(1, 2, False), (2, 1, False), (2, 2, True), (1, 2, True)]
 """The number of ranks before and after, and if models are sharded."""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_a_rank_reads_its_state_once_and_writes_no_file(clusters, s3_proxy, s3_url, case):
     """A sharded rank reads its shards if they were saved as such, otherwise the tensors that contain them, which have checksums."""

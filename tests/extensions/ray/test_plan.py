@@ -194,6 +194,7 @@ def test_ray_waits_for_the_scripts_of_a_stopped_job_and_installs_the_requirement
         plan(Ray(requirements="absent.txt"))
 
 
+@pytest.mark.smoke
 def test_a_dry_run_prints_what_is_submitted_and_hides_secrets(cwd, capfd, monkeypatch):
     (cwd / "accel.yaml").write_text(
         "schema_version: 1\nenv:\n  DATA: https://ann:s3cret@host/x\nlauncher:\n  kind: ray\n"

@@ -134,6 +134,7 @@ def write_complete(base, name="20270115-080000-train-1", slow=1, **record):
     return folder
 
 
+@pytest.mark.smoke
 def test_a_report_shows_what_ran_and_what_happened(report, runs):
     write_complete(runs)
     page = report()

@@ -252,6 +252,7 @@ def test_a_request_rejected_only_by_aws_leaves_nothing_behind(aws, plan):
     assert (objects(aws), jobs(aws)) == ({}, [])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("attempts", ["1", "3"])
 def test_a_job_with_a_lost_response_is_started_once(aws, plan, capfd, monkeypatch, attempts):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", attempts)

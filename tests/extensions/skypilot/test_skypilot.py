@@ -36,6 +36,7 @@ def build_task(section, *args, **options):
     return build_plan(section, build_spec(*args, **options)).job.build_task("folder")
 
 
+@pytest.mark.smoke
 def test_a_task_has_the_resources_the_command_and_the_settings():
     section = SkyPilot(
         infra="gcp/us-central1", nnodes=2, accelerators="H100:8", cpus="16+", memory=64, disk_size=500, spot=True,

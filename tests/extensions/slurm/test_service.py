@@ -388,6 +388,7 @@ def test_submitting_without_slurm_is_an_error(cwd, script, tmp_path):
     assert "scontrol not found" in listed.stderr
 
 
+@pytest.mark.smoke
 def test_a_dry_run_prints_the_batch_script(cwd, script, tmp_path):
     script("")
     environ = {**os.environ, "PATH": str(tmp_path)}

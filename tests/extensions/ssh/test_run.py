@@ -109,6 +109,7 @@ def wait_for_end(pids):
     wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in pids))
 
 
+@pytest.mark.smoke
 def test_every_host_runs_its_launch_and_begins_its_lines(start):
     process = start("train.py", "--set", "env.API_KEY=hidden")
     output = process.communicate(timeout=limit(60))[0]

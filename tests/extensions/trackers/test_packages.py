@@ -69,7 +69,7 @@ def log_and_read(  # noqa: PLR0913, PLR0917 - the parts of a script
     return logged
 
 
-@pytest.mark.slow
+@pytest.mark.smoke
 def test_tensorboard_stores_scalars_text_images_and_hyperparameters(tmp_path):
     read = """
     import json

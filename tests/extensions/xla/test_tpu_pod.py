@@ -64,6 +64,7 @@ def run_on_worker(world, plan, **more):
     return read_words(folder / "argv")
 
 
+@pytest.mark.smoke
 def test_the_command_starts_the_same_launch_on_every_worker(world):
     plan = prepared("--epochs", "3", mixed_precision="bf16")
     assert plan.argv[:6] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-pod")

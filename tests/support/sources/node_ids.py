@@ -1,4 +1,4 @@
-"""Node ids of tests in tables: do they exist, and does `make test` run them."""
+"""Node ids of tests in tables: do they exist, and does `make test` run them, or `make test-extensions`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ _LATER = {"slow", "full", "service"}
 """Marks of the tests that `make test` leaves out."""
 
 
-def find_problem(test: str) -> str | None:
-    """Return why `make test` does not run a test, `file::function` or a file; None if it does."""
+def find_problem(test: str, *, with_extensions: bool = False) -> str | None:
+    """Return why `make test` does not run a test, `file::function` or a file; None if it does.
+
+    Args:
+        test: The test.
+        with_extensions: Accept what `make test-extensions` runs, too.
+    """
     file, _, name = test.partition("::")
     if not (ROOT / file).is_file():
         return "file not found"
@@ -29,7 +34,12 @@ def find_problem(test: str) -> str | None:
         if not functions:
             return "function not found"
         marks += functions[0].decorator_list
-    return "marked slow, full or service" if any(map(_is_later, marks)) else None
+    if any(map(_is_later, marks)):
+        return "marked slow, full or service"
+    is_of_core = not file.startswith("tests/extensions/")
+    if is_of_core or with_extensions or any("smoke" in _list_marks(mark) for mark in marks):
+        return None
+    return "not marked smoke"
 
 
 @cache
