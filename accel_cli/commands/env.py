@@ -102,7 +102,7 @@ def _list_profile_values(machine: Machine) -> dict[str, str] | str:
     from accel_cli.profile import planner
 
     try:
-        resolved = planner.resolve(Request("env"), os.environ, machine)
+        resolved = planner.resolve(Request("env"), os.environ, machine, reads_engine_file=False)
         console.print_notes(resolved.notes)
     except UsageError as error:
         console.print_notes(error.notes)

@@ -148,15 +148,16 @@ def parse(context: typer.Context, *, is_here: bool = True) -> Request:
     if file and file.unused:
         listing = "; ".join(f"{line} ({reason})" for line, reason in file.unused)
         notes.append(f"{file.name}: {len(file.unused)} value(s) have no effect: {listing}")
-    if translation and translation.is_changed and "quiet" not in options:
-        notes.append(_describe_translation(translation.args, len(args)))
     flags = {flag for parameter in context.command.params for flag in parameter.opts}
     if before_script[-1:] != ("--",) and (names := find_options_after_script(request, flags)):
         notes.append(
             f"options after {script} are passed to it, not to accel launch: {', '.join(names)}. Put them before {script} to "
             f"pass them to accel launch, or put -- before {script} to silence this line."
         )
-    return replace(request, notes=tuple(notes))
+    same_as = ""
+    if translation and translation.is_changed and "quiet" not in options:
+        same_as = _describe_translation(translation.args, len(args))
+    return replace(request, same_as=same_as, notes=tuple(notes))
 
 
 def _read_config_file(name: str | None, translation: Any) -> ConfigFile | None:
@@ -173,7 +174,7 @@ def _describe_translation(words: Sequence[str], num_args: int) -> str:
     from accel_cli.planning.plan import join_for_bash
 
     shown = join_for_bash(words[: len(words) - num_args])
-    return f"same as: accel launch {shown}{' ...' if num_args else ''}"
+    return f"accel launch {shown}{' ...' if num_args else ''}"
 
 
 def _start(request: Request) -> int:
@@ -181,11 +182,13 @@ def _start(request: Request) -> int:
     from accel_cli.commands import plan_view
     from accel_cli.profile import planner
 
+    console.print_notes(request.notes)
     resolved = planner.resolve(request, os.environ)
     console.print_notes(resolved.notes)
     plan = planner.plan(resolved)
-    # Only now is the command known to be the same as a translated one.
-    console.print_notes((*request.notes, *plan.notes))
+    console.print_notes(plan.notes)
+    if request.same_as:  # the plan has shown that it is
+        console.note(f"same as: {request.same_as}")
     return 0 if plan_view.show_plan(plan, resolved) else run(plan, resolved)
 
 

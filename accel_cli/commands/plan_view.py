@@ -1,4 +1,4 @@
-"""What `accel launch` shows before it runs: the line that describes the launch, the dry run, and where values come from."""
+"""The output of `accel launch` before it runs: the line that describes the launch, the dry run, and the sources of values."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def find_log_home(log_dir: str | None) -> Path:
     from accel_cli.runs import run_dir
 
     if not log_dir:
-        resolved = planner.resolve(Request(""), os.environ, Machine(1))
+        resolved = planner.resolve(Request(""), os.environ, Machine(1), reads_engine_file=False)
         console.print_notes(resolved.notes)
         log_dir = getattr(resolved.profile.launcher, "log_dir", None)
     return run_dir.get_log_home(os.environ, log_dir)

@@ -56,6 +56,7 @@ __all__ = [
     "ShutdownTimeout",
     "StallActionKey",
     "StallTimeout",
+    "StartMethod",
     "StartupTimeout",
     "Torchrun",
     "check_stall_keys",
@@ -158,6 +159,13 @@ Preflight = Annotated[
         "enough remain, otherwise the launch fails with its name.",
     ),
 ]
+StartMethod = Annotated[
+    Literal["auto", "forkserver", "exec"],
+    Field(
+        description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
+        "each; `auto` is forkserver for Python on Linux."
+    ),
+]
 RdzvTimeout = Annotated[
     int, Field(ge=1, description="Seconds to wait for the other nodes before the launch fails.")
 ]
@@ -210,8 +218,8 @@ _Section = TypeVar("_Section", bound=StallKeys)
 
 NODE_CHECK = "preflight"
 """The key that checks the nodes, in the table of checks."""
-PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", NODE_CHECK)
-"""The keys about stalls and the check of the nodes, which launchers of several nodes pass on to `accel launch` on each node."""
+PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", NODE_CHECK, "start_method")
+"""The keys about stalls, the check of the nodes and the start of processes, which launchers of several nodes pass on to `accel launch` on each node."""
 
 
 def check_stall_keys(section: _Section) -> _Section:
@@ -417,11 +425,7 @@ class Torchrun(ElasticLauncher):
         ),
     ] = None
     preflight: Preflight = False
-    start_method: Literal["auto", "forkserver", "exec"] = Field(
-        "auto",
-        description="Start method of processes: `forkserver` imports torch once and forks, `exec` executes a command for "
-        "each; `auto` is forkserver for Python on Linux.",
-    )
+    start_method: StartMethod = "auto"
     omp_num_threads: OmpNumThreads = None
 
     @classmethod

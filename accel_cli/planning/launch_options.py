@@ -74,7 +74,7 @@ class ConfigFile:
 
 
 class PlanCheck(Protocol):
-    """What options of other launchers require of the plan."""
+    """A check of the plan against options of other launchers."""
 
     def check(self, environ: Mapping[str, str], num_nodes: int, num_processes: int, layout: str) -> None:
         """Raise UsageError if the plan is not what the options mean."""
@@ -95,8 +95,10 @@ class Request:
     """The config file of Accelerate for this launch."""
     translation: PlanCheck | None = None
     """The translation of options of torchrun and Accelerate; None if all options are those of accel."""
+    same_as: str = ""
+    """The command in the options of accel; empty without a translation, or with --quiet."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the command line, each a sentence."""
+    """Sentences for the user about the command line."""
     for_pod: bool = False
     """Plan for the workers of a TPU pod, to which the user's own profile does not apply."""
 

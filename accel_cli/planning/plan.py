@@ -202,7 +202,7 @@ class Plan:
     details: LaunchDetails | None = None
     """The facts for the record of the run; None if the command is not a launch."""
     notes: tuple[str, ...] = ()
-    """What the user should know before it runs, each a sentence."""
+    """Sentences for the user, which are printed before it runs."""
 
     def to_json(self) -> str:
         """Return the plan as JSON, for the process that replaces this one; jobs are submitted by this process itself."""

@@ -83,17 +83,30 @@ class ResolvedLaunch(Resolved):
     nodes: NodeLayout
     """The nodes of the run, and the rank of this one."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the layers, each a sentence."""
+    """Sentences for the user about files that are not used."""
 
 
 # The profile of a launch
 
 
-def resolve(request: Request, environ: Mapping[str, str], machine: Machine | None = None) -> ResolvedLaunch:
-    """Return the profile of a request, for this machine unless another one is given.
+def resolve(
+    request: Request,
+    environ: Mapping[str, str],
+    machine: Machine | None = None,
+    *,
+    reads_engine_file: bool = True,
+) -> ResolvedLaunch:
+    """Return the profile of a request.
 
     Options override assignments (`--set`), these override the values that a scheduler sets, and these override the files
     and variables of the profile. If none of them sets a launcher, the profile has the one that suits the machine.
+
+    Args:
+        request: The launch.
+        environ: The environment.
+        machine: The machine whose devices are used; None for this one.
+        reads_engine_file: If false, values that the file of an engine decides are left out, and its mistakes are no error, for
+            commands that start nothing.
 
     Raises:
         UsageError: A file, variable or option is invalid, or they contradict each other; its `notes` are those about files
@@ -109,7 +122,8 @@ def resolve(request: Request, environ: Mapping[str, str], machine: Machine | Non
     notes = layers.list_unused_files(profiles, environ) if profiles else ()
     try:
         found, nodes = _list_layers(request, environ, machine, profiles)
-        resolved = layers.resolve(_replace_file_values(request, found)).complete_engine()
+        resolved = layers.resolve(_replace_file_values(request, found))
+        resolved = resolved.complete_engine() if reads_engine_file else resolved
     except UsageError as error:
         error.notes = notes
         raise
@@ -215,8 +229,7 @@ def _get_launcher_options(request: Request) -> dict[str, Any]:
 def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
     """Return a layer for each option that sets a key of the profile."""
     launcher_options = _get_launcher_options(request)
-    # An option of torchrun may replace `single`; `prepare` checks the launcher that results.
-    if launcher_options and kind in LAUNCHERS and not launcher.replaces_process:
+    if launcher_options and kind in LAUNCHERS:
         launchers.check_options(kind, launcher_options)
     option_layers = []
     for option in (*OPTIONS.values(), *launcher.launch_options):

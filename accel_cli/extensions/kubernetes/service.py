@@ -239,8 +239,8 @@ class TrainJobs(KubernetesJobs):
             if match := re.search(r'unknown field \\?"([\w.\[\]]+)', str(error.body)):
                 raise UsageError(
                     f"Cannot submit a TrainJob: the Kubeflow Trainer of the cluster does not know {match[1]}. Set "
-                    "launcher.trainer_version to '2.1' for an older Trainer, and to '2.2' for 2.2 and newer; a field of launcher.pod may "
-                    "need a newer one."
+                    "it in the runtime instead, or set launcher.trainer_version to the version of the Trainer: '2.1', or '2.2' for 2.2 "
+                    "and newer."
                 ) from error
             raise
 

@@ -486,6 +486,7 @@ class SageMakerSection(Launcher):
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
     preflight: torchrun.Preflight = False
+    start_method: torchrun.StartMethod = "auto"
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
 
     @model_validator(mode="after")

@@ -236,6 +236,7 @@ class Slurm(JobLauncher):
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
     preflight: torchrun.Preflight = False
+    start_method: torchrun.StartMethod = "auto"
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
     sbatch_args: Annotated[
         list[str],
@@ -313,6 +314,7 @@ class Slurm(JobLauncher):
             stall_action=self.stall_action,
             startup_timeout=self.startup_timeout,
             preflight=self.preflight,
+            start_method=self.start_method,
         ).plan(spec)
 
     def _format_batch_script(self, spec: LaunchSpec, nproc_per_node: int) -> str:

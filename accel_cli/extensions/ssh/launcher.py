@@ -158,6 +158,7 @@ class Ssh(Launcher):
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None
     preflight: torchrun.Preflight = False
+    start_method: torchrun.StartMethod = "auto"
     omp_num_threads: torchrun.OmpNumThreads = None
     connect_timeout: int = Field(
         10, ge=1, description="Seconds within which a host must accept a connection."

@@ -95,7 +95,9 @@ def pod(  # noqa: PLR0913 - options of the command
     # In another folder, the workers may have a script that is missing here.
     request = _parse_launch(context, launch_args, is_here=folder is None)
     resolved, plan = prepare(Pod(name, zone, project, folder, setup or ()), request, os.environ)
-    console.print_notes((*resolved.notes, *request.notes, *plan.notes))
+    console.print_notes(plan.notes)
+    if request.same_as:
+        console.note(f"same as: {request.same_as}")
     if "dry_run" in request.options or "explain" in request.options:
         console.plain(plan_view.format_plan(plan, resolved if "explain" in request.options else None))
         return
@@ -151,8 +153,7 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     Raises:
         UsageError: The launch cannot run on a pod.
     """
-    from accel_cli import launchers
-    from accel_cli.console import mask_secrets
+    from accel_cli import console, launchers
     from accel_cli.errors import UsageError
     from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
     from accel_cli.planning.machine import Machine
@@ -171,7 +172,9 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
     # A worker is assumed to have the packages; its own `accel launch` checks them.
     devices = XlaDevices(Tpu(("TPU",), "accel xla pod"), Packages("2.9.0", "2.9.0", "installed"))
     worker = Machine(1, others=(devices,))
+    console.print_notes(request.notes)
     resolved = planner.resolve(request, environ, worker)
+    console.print_notes(resolved.notes)
     plan = planner.plan(resolved)
     if plan.launcher != (needed := launchers.suggest_launcher(worker)):
         raise UsageError(
@@ -179,7 +182,7 @@ def prepare(pod: Pod, request: Request, environ: Mapping[str, str]) -> tuple[Res
             f"needs {needed}. Use --set launcher.kind={needed} for this run."
         )
     for name, value in resolved.profile.env.items():
-        if mask_secrets(name, value) != value:
+        if console.mask_secrets(name, value) != value:
             raise UsageError(
                 f"Cannot send env.{name} to the workers: it looks like a secret, and command lines are visible to all users. Set "
                 "it in the environment of the workers, or in a file that a --setup command reads there."

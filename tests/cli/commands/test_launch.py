@@ -113,3 +113,26 @@ def test_each_command_that_reads_the_profile_names_the_files_that_it_does_not_us
     script(PRINTS)
     (cwd / "accel.yml").write_text("device: cpu\n")
     assert call_accel(capfd, *command).stderr.count("accel.yml is not used") == 1
+
+
+def test_a_mistake_in_the_file_of_an_engine_is_no_error_of_commands_that_start_nothing(cwd, script, capfd):
+    script(PRINTS)
+    text = "schema_version: 1\ndeepspeed:\n  stage: auto\n  config_file: missing.json\n"
+    (cwd / "accel.yaml").write_text(text)
+    assert "Cannot read" in call_accel(capfd, "launch", "--dry-run", "train.py").stderr
+    assert "Cannot read" in call_accel(capfd, "config", "show").stderr
+    for command in (("runs",), ("env",)):
+        result = call_accel(capfd, *command)
+        assert (result.returncode, "missing.json: " in result.stdout + result.stderr) == (0, False)
+    assert "deepspeed.stage: auto" in result.stdout
+
+
+def test_values_of_a_config_file_without_effect_are_named_before_an_error(cwd, script, capfd):
+    script(PRINTS)
+    (cwd / "config.yaml").write_text(
+        'compute_environment: LOCAL_MACHINE\ndistributed_type: "NO"\nmain_process_port: 29500\n'
+    )
+    options = ("--config_file", "config.yaml", "--set", "launcher.kind=absent")
+    result = call_accel(capfd, "launch", "--dry-run", *options, "train.py")
+    assert result.returncode == 2
+    assert "config.yaml: 1 value(s) have no effect: main_process_port" in result.stderr

@@ -23,7 +23,7 @@ from support.launchers.launch_specs import build_spec
 from accel_cli.commands.plan_view import format_plan
 from accel_cli.errors import UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
-from accel_cli.launchers import LAUNCHERS, list_options
+from accel_cli.launchers import LAUNCHERS, list_options, torchrun
 from accel_cli.launchers.job_launcher import JobLauncher
 from accel_cli.launchers.launcher import DETACH
 from accel_cli.launchers.sections import Question
@@ -314,6 +314,17 @@ def test_a_process_group_library_is_an_error_without_an_image_that_has_it(kind, 
         message = r"'smddp': its library is not installed here, .*\. Use auto, or launcher\.kind: sagemaker"
         with pytest.raises(UsageError, match=message):
             prepare(kind, set=(*assign(kind), "process_group_backend=smddp"))
+
+
+def test_the_launch_on_each_node_receives_the_keys_of_torchrun(kind, launcher):
+    """Without them, advice to set one could not be followed. Launchers of other packages may have others."""
+    if launcher.location in {"local", "pod"} or kind not in LAUNCHERS.names:
+        return
+    assert {*torchrun.PASSED_KEYS} <= launcher.model_fields.keys()
+    keys = {"stall_timeout": 61, "stall_action": "fail", "startup_timeout": 62, "preflight": True}
+    plan = prepare(kind, set=assign(kind, **keys, start_method="exec"))
+    text = f"{plan!r} {plan.job and plan.job.preview()}"
+    assert [key for key in torchrun.PASSED_KEYS if f"launcher.{key}=" not in text] == []
 
 
 def test_an_option_of_other_launchers_is_an_error_that_names_both(kind):

@@ -407,5 +407,5 @@ def test_a_cluster_without_trainer_or_with_an_older_one_is_named(server, kubeflo
     server.trainer = "2.1"
     _, err = (process := kubeflow("train.py")).communicate(timeout=limit(60))
     assert process.returncode == 2
-    assert "does not know spec.runtimePatches. Set launcher.trainer_version to '2.1'" in err
+    assert "does not know spec.runtimePatches. Set it in the runtime" in err
     assert not server.deletions
