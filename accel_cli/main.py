@@ -41,6 +41,7 @@ COMMANDS: Registry[typer.Typer] = Registry(
         "config": "accel_cli.commands.config:app",
         "estimate": "accel_cli.extensions.estimate.command:app",
         "migrate": "accel_cli.extensions.migrate.command:app",
+        "diff": "accel_cli.extensions.numerics.command:app",
         "env": "accel_cli.commands.env:app",
     },
     group="accel.commands",

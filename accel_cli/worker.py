@@ -82,7 +82,8 @@ EXIT_FILE = "exit.json"
 """The file in the rank's folder in which a script that ends with code 0 records where it ended."""
 _ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
 _RANK_FOLDER = "ACCEL_RANK_FOLDER"
-"""`ACCELERATE_LIMITS` and `RANK_FOLDER` of the settings, whose import takes a tenth of a second."""
+_RECORD = "ACCEL_RECORD_"
+"""`ACCELERATE_LIMITS`, `RANK_FOLDER` and `RECORD` of the settings, whose import takes a tenth of a second."""
 _DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE})
 _MAX_DESCRIPTORS, _NUM_HIGH = 4096, 16
 """The highest descriptor that is used, since the kernel's table grows with it, and the number of those that are kept for accel."""
@@ -124,6 +125,10 @@ def main(arguments: list[str]) -> None:
         wait_at_group_end()
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
+        if any(name.startswith(_RECORD) and value for name, value in os.environ.items()):
+            from accel_runtime.observe.recorders import start_recorders  # noqa: PLC0415 - rarely needed
+
+            start_recorders(os.environ)
     if folder and rank != "0":
         from accel_runtime.observe.debuggers import skip_debuggers  # noqa: PLC0415 - rank 0 need not import it
 

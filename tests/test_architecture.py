@@ -276,8 +276,8 @@ WORDS_ELSEWHERE = {
     },
     "keys and values of a profile, options and arguments that choose the extension": {
         "accel_cli/launchers/torchrun.py": "preflight",
-        "accel_cli/commands/launch.py": "preflight",
-        "accel_cli/profile/options.py": "preflight",
+        "accel_cli/commands/launch.py": "numerics preflight",
+        "accel_cli/profile/options.py": "numerics preflight",
         "accel_cli/profile/schema.py": "node_dir sagemaker smddp store_every tpus",
         "accel_runtime/accelerator/checkpointing.py": "node_dir store_every",
         "accel_runtime/accelerator/options.py": "node_dir store_every",
@@ -680,6 +680,7 @@ REPLACE_TORCH = {
     "accel_cli/extensions/migrate/counter_runs.py": "a process that runs a script to compare it: counters instead of random numbers",
     "accel_cli/extensions/migrate/probe.py": "the same: files that the script saves",
     "accel_cli/extensions/migrate/step_records.py": "the same: losses and seeds of the script",
+    "accel_runtime/extensions/numerics/recorder.py": "records losses and batches of any script",
 }
 """The modules that may assign to attributes of torch's modules and classes, with what they replace. Elsewhere, torch is changed
 through its interface."""

@@ -36,6 +36,7 @@ __all__ = [
     "Ranks",
     "RdzvEndpoint",
     "RdzvId",
+    "RecordNumerics",
     "Resume",
     "SetKeys",
     "ShutdownTimeout",
@@ -239,6 +240,16 @@ MetricsPort = Annotated[
         rich_help_panel=_OUTPUT,
     ),
     _Sets("launcher.metrics_port"),
+]
+RecordNumerics = Annotated[
+    str | None,
+    typer.Option(
+        "--record-numerics",
+        metavar="STEPS",
+        help="Record what steps compute, to compare runs: all, every:N or steps:A-B, and modules or tensors, as in steps:1-20,modules.",
+        rich_help_panel=_OUTPUT,
+    ),
+    _Sets("env.ACCEL_RECORD_NUMERICS"),
 ]
 ProgressFile = Annotated[
     str | None,

@@ -38,6 +38,8 @@ from accel_runtime.environment.layouts import DIMENSION_NAMES
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
+    PREFIX,
+    RECORD,
     Settings,
     SettingsError,
     check_layout,
@@ -313,6 +315,7 @@ def plan(resolved: ResolvedLaunch) -> Plan:
             f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
             "measure_flops to false."
         )
+    _check_recorders(resolved)
     _check_process_group_backend(launcher, profile.settings.process_group_backend)
     spec = LaunchSpec(
         target=request.target,
@@ -337,6 +340,35 @@ def plan(resolved: ResolvedLaunch) -> Plan:
     if request.translation and not request.for_pod:  # the number of processes of a pod is not known here
         request.translation.check(resolved.environ, planned.nnodes, planned.nproc_per_node, planned.layout)
     return planned
+
+
+def _check_recorders(resolved: ResolvedLaunch) -> None:
+    """Raise UsageError for variables of recorders that are invalid, or have no effect in this launch."""
+    request, environ, typed = resolved.request, resolved.environ, resolved.profile.env
+    for variable, value in {**typed, **environ}.items():
+        if not variable.startswith(RECORD) or not value:
+            continue
+        flag = f"--{variable.removeprefix(PREFIX).lower().replace('_', '-')}"
+        if variable in environ and typed.get(variable, value) != value:
+            raise UsageError(
+                f"Cannot use {flag} {typed[variable]}: {variable} is set to {value!r}. Unset it."
+            )
+        # Only a launch with a recorder imports it.
+        from accel_runtime.observe.recorders import find_recorder  # noqa: PLC0415
+
+        try:
+            find_recorder(variable, value).check(value)
+        except SettingsError as error:
+            raise UsageError(str(error)) from None
+        if request.kind == "program":
+            raise UsageError(
+                f"Cannot use {flag}: {request.target} is a program (--no-python), and a recorder needs Python. Leave it out."
+            )
+        if resolved.nodes.inherited:
+            raise UsageError(
+                f"Cannot use {flag}: another launcher has started this rank, which has no folder for its files. Start the script by "
+                "accel launch alone."
+            )
 
 
 def _select_file_variables(request: Request, settings: Settings) -> dict[str, str]:

@@ -54,6 +54,7 @@ __all__ = [
     "RANK_FOLDER",
     "RANK_PROCESS",
     "RDZV_SOCKET",
+    "RECORD",
     "TRUSTED_PROJECTS",
     "Compile",
     "CompileMode",
@@ -93,6 +94,8 @@ TRUST_NETWORK = "ACCEL_TRUST_NETWORK"
 """Switch: processes of one node that cannot connect over Unix sockets exchange objects over TCP."""
 RANK_FOLDER = "ACCEL_RANK_FOLDER"
 """Directory of this process in the launcher's run directory; not set if `accel launch` keeps none."""
+RECORD = "ACCEL_RECORD_"
+"""Beginning of the variables that switch on recorders of a rank, each with the name of one."""
 LAUNCH = "ACCEL_LAUNCH"
 """Unique name that `accel launch` gives a run, and that its checkpoints contain."""
 RANK_PROCESS = "ACCEL_RANK_PROCESS"

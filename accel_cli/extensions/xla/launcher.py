@@ -17,6 +17,7 @@ from accel_cli.launchers.launcher import LaunchSpec, Plan, build_environment, bu
 from accel_cli.launchers.sections import Choice, Question
 from accel_cli.planning.machine import Machine
 from accel_cli.planning.nodes import NodeLayout, NodeOptions, list_nodes
+from accel_runtime.environment.settings import RECORD
 from accel_runtime.extensions.xla import ROUNDING
 
 __all__ = ["Xla"]
@@ -189,6 +190,15 @@ class Xla(torchrun.ElasticLauncher):
         return "one replica" if self.replicas == 1 else "a replica on every device"
 
 
+def _check_recorders(spec: LaunchSpec) -> None:
+    for variable, value in {**spec.env, **spec.environ}.items():
+        if variable.startswith(RECORD) and value:
+            raise UsageError(
+                f"Cannot use {variable} with launcher.kind: xla: torch_xla executes a step as a graph, whose numbers a recorder does "
+                "not see. Unset it."
+            )
+
+
 def _check_settings(spec: LaunchSpec) -> None:
     """Raise before the start if torch_xla would ignore a setting or fail on it."""
     settings = spec.settings
@@ -197,6 +207,7 @@ def _check_settings(spec: LaunchSpec) -> None:
             f"Cannot use --no-python with launcher.kind: xla: torch_xla runs Python code, and {spec.target} is a program. "
             "Give a script, or a module with -m."
         )
+    _check_recorders(spec)
     if settings.device not in {"auto", "xla"}:
         raise UsageError(
             f"Cannot use device: {settings.device} with launcher.kind: xla: PJRT_DEVICE selects the device. Set "

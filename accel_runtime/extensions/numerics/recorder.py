@@ -1,0 +1,654 @@
+"""The recorder of a rank: hooks in torch that write what the steps of a script compute.
+
+It only observes: the hooks draw no random numbers, and change no tensor. torch is used only once the script has imported it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import wraps
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from accel_runtime.environment.settings import Settings, SettingsError, __version__
+from accel_runtime.extensions.numerics.digests import (
+    digest_generators,
+    digest_tensor,
+    list_batches,
+    list_indices,
+    list_tensors,
+    summarize,
+)
+from accel_runtime.extensions.numerics.record import (
+    FILE,
+    VERSION,
+    Batch,
+    Entry,
+    ForwardPass,
+    ModelHead,
+    OptimizerHead,
+    RunHead,
+    Selection,
+    StepRecord,
+    Summary,
+    encode,
+)
+from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
+
+__all__ = ["NUMERICS", "Numerics", "Recorder"]
+
+_MAX_BYTES = 1 << 30
+"""Size of a file at which the record ends."""
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
+_INNER_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{os.sep}site-packages{os.sep}", "<")
+"""Beginnings or parts of the paths of files that are no part of the script."""
+_VARIABLES = ("CUBLAS_", "NVIDIA_TF32", "PYTHONHASHSEED", "XLA_FLAGS")
+_END = object()
+
+
+class Numerics:
+    """The row of the table of recorders; a text is that of `Selection.parse`."""
+
+    def check(self, text: str) -> None:
+        """Raise SettingsError if the text is invalid."""
+        _parse(text)
+
+    def start(self, text: str, folder: Path, environ: Mapping[str, str]) -> None:
+        """Record the steps of this process once it has imported torch."""
+        recorder = Recorder(folder, _parse(text), environ)
+        call_after_torch_import(recorder.install)
+
+
+NUMERICS = Numerics()
+
+
+def _parse(text: str) -> Selection:
+    try:
+        return Selection.parse(text)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+class Recorder:
+    """Recorder of the steps of this process.
+
+    Args:
+        folder: The folder in which it writes.
+        selection: The steps that it records.
+        environ: The environment, with the rank.
+    """
+
+    def __init__(self, folder: Path, selection: Selection, environ: Mapping[str, str]) -> None:
+        self._folder, self._selection, self._environ = folder, selection, environ
+        self._pid = os.getpid()
+        self._torch: Any = None
+        self._file: Any = None
+        self._size = 0
+        self._step = 1
+        """The number of the step that is computed now."""
+        self._is_on = selection.has_step(1)
+        """True if this step is recorded."""
+        self._names: dict[int, str] = {}
+        """The names of parameters, by id."""
+        self._models: dict[int, weakref.ref[Any]] = {}
+        """The modules with parameters that the script calls, by id."""
+        self._module_names: dict[int, str] = {}
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        """The parameters whose gradients are recorded, by id."""
+        self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._described: set[int] = set()
+        """The numbers of the optimizers whose heads are written."""
+        self._stack: list[int] = []
+        """The modules that compute now."""
+        self._is_in_backward = False
+        self._passes: list[ForwardPass] = []
+        self._before: tuple[Entry, ...] | None = None
+        self._after_backward: tuple[Entry, ...] | None = None
+        self._before_clipping: tuple[Entry, ...] | None = None
+        self._clipping = ""
+        self._batches: dict[str, tuple[Batch, ...]] = {}
+        """The last batch of each loader that no backward pass has followed yet."""
+        self._sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
+        """The indices of the batches that iterators of torch have requested and not returned yet."""
+        self._preparing: list[deque[Any]] = []
+        """The indices of the batches that prepared loaders read now, the innermost last."""
+        self._tensors: dict[str, Any] = {}
+        self._begin_pass()
+        self._values: dict[str, Summary] = {}
+        self._last_values: dict[str, Summary] = {}
+        """Those of the step before, whose parameters are those before this one."""
+
+    def _begin_pass(self) -> None:
+        self._random: dict[str, str] = {}
+        self._inputs: list[Batch] = []
+        self._elements = 1
+        self._mode: list[str] = []
+        self._outputs: list[Entry] = []
+        self._gradients: list[Entry] = []
+        self._has_gradients = False
+
+    # Hooks of torch
+
+    def install(self, torch: ModuleType) -> None:
+        """Install the hooks."""
+        self._torch = torch
+        self._replace_backward()
+        self._watch_optimizers(sys.modules["torch.optim.optimizer"])
+        self._watch_clipping()
+        modules = sys.modules["torch.nn.modules.module"]
+        modules.register_module_forward_pre_hook(self._build_pre_hook())
+        modules.register_module_forward_hook(self._build_hook())
+        call_after_import("torch.utils.data.dataloader", self._watch_loaders)
+        call_after_import("accel_runtime.data.loader", self._watch_prepared_loaders)
+
+    def _replace_backward(self) -> None:
+        torch = self._torch
+        backward = torch.autograd.backward
+
+        @wraps(backward)
+        def record_pass(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not self._is_recorded():
+                backward(tensors, *args, **kwargs)
+                return
+            ended = self._end_forward(tensors)
+            # Activations that are computed again are no outputs.
+            self._is_in_backward = True
+            try:
+                backward(tensors, *args, **kwargs)
+            finally:
+                self._is_in_backward = False
+            self._end_pass(ended)
+
+        torch.autograd.backward = record_pass
+
+    def _watch_optimizers(self, module: Any) -> None:
+        add = module.Optimizer.add_param_group
+
+        @wraps(add)
+        def add_and_watch(optimizer: Any, group: Any) -> None:
+            add(optimizer, group)
+            if os.getpid() == self._pid:
+                self._optimizers.setdefault(optimizer, len(self._optimizers))
+
+        module.Optimizer.add_param_group = add_and_watch
+        module.register_optimizer_step_pre_hook(self._begin_step)
+        module.register_optimizer_step_post_hook(self._end_step)
+
+    def _watch_clipping(self) -> None:
+        for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+            clip = self._build_clipping(getattr(sys.modules["torch.nn.utils"], name))
+            for module in (sys.modules["torch.nn.utils"], sys.modules["torch.nn.utils.clip_grad"]):
+                if hasattr(module, name):
+                    setattr(module, name, clip)
+
+    def _build_clipping(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(clip)
+        def record_and_clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_recorded() and self._before_clipping is None:
+                self._before_clipping = self._digest(self._list_gradients(), "before_clipping")
+                self._clipping = f"{'value' if 'value' in clip.__name__ else 'norm'} {float(limit):.9g}"
+            return clip(parameters, limit, *args, **kwargs)
+
+        return record_and_clip
+
+    def _build_pre_hook(self) -> Callable[[Any, Any], None]:
+        compiler = self._torch.compiler
+
+        def enter(module: Any, args: Any) -> None:
+            if not compiler.is_compiling():
+                self._enter_module(module, args)
+
+        return enter
+
+    def _build_hook(self) -> Callable[[Any, Any, Any], None]:
+        compiler = self._torch.compiler
+
+        def leave(module: Any, _args: Any, output: Any) -> None:
+            if not compiler.is_compiling():
+                self._leave_module(module, output)
+
+        return leave
+
+    def _watch_loaders(self, module: Any) -> None:
+        base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
+        load, next_index, reset = base.__next__, base._next_index, base._reset  # noqa: SLF001
+
+        @wraps(next_index)
+        def record_index(iterator: Any) -> Any:
+            index = next_index(iterator)
+            self._indices.setdefault(iterator, deque()).append(index)
+            return index
+
+        @wraps(reset)
+        def forget_indices(iterator: Any, *args: Any, **kwargs: Any) -> Any:
+            self._indices.pop(iterator, None)
+            return reset(iterator, *args, **kwargs)
+
+        @wraps(load)
+        def load_and_record(iterator: Any) -> Any:
+            if os.getpid() != self._pid:
+                return load(iterator)
+            try:
+                batch = load(iterator)
+            except StopIteration:
+                self._batches.pop(self._sources.pop(iterator, ""), None)
+                raise
+            queue = self._indices.get(iterator)
+            index = queue.popleft() if queue else None
+            if self._preparing:
+                self._preparing[-1].append(index)
+            else:
+                self._keep_batch(iterator, batch, index)
+            return batch
+
+        base.__next__, base._next_index, base._reset = load_and_record, record_index, forget_indices  # noqa: SLF001
+
+    def _watch_prepared_loaders(self, module: Any) -> None:
+        iterate = module.PreparedLoader.__iter__
+
+        @wraps(iterate)
+        def iterate_and_record(loader: Any) -> Iterator[Any]:
+            return self._record_prepared(iterate(loader))
+
+        module.PreparedLoader.__iter__ = iterate_and_record
+
+    def _record_prepared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Record the batches that a prepared loader returns, instead of those that it reads."""
+        indices: deque[Any] = deque()
+        while True:
+            self._preparing.append(indices)
+            try:
+                batch = next(batches, _END)
+            finally:
+                self._preparing.pop()
+            if batch is _END:
+                self._batches.pop(self._sources.pop(batches, ""), None)
+                return
+            self._keep_batch(batches, batch, indices.popleft() if indices else None)
+            yield batch
+
+    # Samples
+
+    def _keep_batch(self, iterator: Any, batch: Any, index: Any) -> None:
+        """Keep a batch until a backward pass follows; one that none follows, as in an evaluation, is no sample of a step."""
+        if not (self._is_recorded() and self._torch.is_grad_enabled()):
+            return
+        if iterator not in self._sources:
+            source = _find_line()
+            number = sum(one.partition("#")[0] == source for one in self._sources.values())
+            self._sources[iterator] = f"{source}#{number}" if number else source
+        source = self._sources[iterator]
+        self._batches[source] = list_batches(source, batch, list_indices(index))
+
+    # Modules
+
+    def _is_recorded(self) -> bool:
+        return (
+            self._is_on
+            and os.getpid() == self._pid
+            and threading.current_thread() is threading.main_thread()
+            and not self._torch.compiler.is_compiling()
+        )
+
+    def _enter_module(self, module: Any, args: Any) -> None:
+        if not self._is_recorded() or self._is_in_backward:
+            return
+        if not self._stack and self._torch.is_grad_enabled():
+            self._enter_model(module, args)
+        self._stack.append(id(module))
+
+    def _enter_model(self, module: Any, args: Any) -> None:
+        """Record the state in which a forward pass begins."""
+        parameters = list(module.parameters())
+        if not any(one.requires_grad for one in parameters):
+            return
+        self._add_model(module)
+        if self._before is None and not self._passes:
+            tensors = {**self._name_parameters(parameters), **self._list_buffers()}
+            self._before = self._digest(tensors, "before")
+        self._random = self._random or digest_generators()
+        self._mode.append(self._describe_mode(module))
+        self._inputs += list_batches("model", args)
+        sizes = (one.numel() for _, one in list_tensors(args))
+        self._elements = max(self._elements, *sizes, 1)
+
+    def _add_model(self, module: Any) -> None:
+        reference = self._models.get(id(module))
+        if reference is not None and reference() is module and id(module) in self._module_names:
+            return
+        number = len(self._models)
+        self._models[id(module)] = weakref.ref(module)
+        prefix = f"{number}:" if number else ""
+        for name, inner in module.named_modules():
+            self._module_names.setdefault(id(inner), prefix + _clean(module, name))
+        for name, parameter in module.named_parameters():
+            self._names.setdefault(id(parameter), prefix + _clean(module, name))
+        is_local = not any(hasattr(one, "to_local") for one in module.parameters())
+        self._write(encode("model", ModelHead(number, _name_class(module), repr(_unwrap(module)), is_local)))
+
+    def _describe_mode(self, module: Any) -> str:
+        torch = self._torch
+        fixed = sorted({self._module_names[id(one)] for one in module.modules() if not one.training} - {""})
+        dtypes = [
+            f"autocast {kind} {torch.get_autocast_dtype(kind)}"
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+        return "; ".join([*dtypes, *([f"in evaluation mode: {', '.join(fixed)}"] if fixed else [])])
+
+    def _leave_module(self, module: Any, output: Any) -> None:
+        if not self._is_recorded() or self._is_in_backward:
+            return
+        # An exception in a module has left it without a call of this function.
+        while self._stack and self._stack.pop() != id(module):
+            pass
+        if self._selection.modules and self._torch.is_grad_enabled():
+            name = self._module_names.get(id(module), type(module).__name__) or "output of the model"
+            outputs = {f"{name}{key}": one for key, one in list_tensors(output)}
+            entries = self._digest(outputs, f"modules.{len(self._passes)}")
+            # A module and one that wraps it have one output.
+            if entries != tuple(self._outputs[len(self._outputs) - len(entries) :]):
+                self._outputs += entries
+
+    # Passes
+
+    def _end_forward(self, tensors: Any) -> ForwardPass:
+        self._watch_gradients()
+        roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+        losses = [
+            (digest_tensor(one), float(one.detach().double()) if one.numel() == 1 else None) for one in roots
+        ]
+        batches = [batch for columns in self._batches.values() for batch in columns]
+        self._batches.clear()
+        self._stack.clear()
+        ended = ForwardPass(
+            batches=tuple(batches),
+            random=self._random or digest_generators(),
+            inputs=tuple(self._inputs),
+            elements=self._elements,
+            mode=" | ".join(dict.fromkeys(filter(None, self._mode))),
+            modules=tuple(self._outputs) if self._selection.modules else None,
+            losses=tuple(losses),
+            buffers=self._digest(self._list_buffers(), f"buffers.{len(self._passes)}"),
+        )
+        if not self._passes:
+            left = {name: one for name, one in self._list_gradients().items() if one.any()}
+            ended = replace(ended, left=self._digest(left, "left"))
+        self._begin_pass()
+        return ended
+
+    def _end_pass(self, ended: ForwardPass) -> None:
+        self._passes.append(replace(ended, gradients=tuple(self._gradients) if self._has_gradients else None))
+        self._gradients = []
+        self._after_backward = self._digest(self._list_gradients(), "after_backward")
+
+    def _watch_gradients(self) -> None:
+        """Record the gradients of all parameters before any exchange.
+
+        A model may be sharded up to its first backward pass, which replaces parameters, and hooks of theirs would be lost. These hooks run as a part of the accumulation, after all hooks of tensors. DDP takes the gradient in one that runs after it
+        (torch 2.9 to 2.13, `AccumulateGrad` and `Reducer`).
+        """
+        parameters = [one for optimizer in self._optimizers for one in _list_parameters(optimizer)]
+        for model in self._list_models():
+            parameters += model.parameters()
+        for parameter in parameters:
+            watched = self._watched.get(id(parameter))
+            is_known = watched is not None and watched() is parameter
+            if is_known or not parameter.requires_grad or not parameter.is_leaf:
+                continue
+            self._watched[id(parameter)] = weakref.ref(parameter)
+            # The hooks of a parameter of which a rank has a part do not get the gradient of this rank.
+            if not hasattr(parameter, "to_local"):
+                parameter.register_post_accumulate_grad_hook(self._record_gradient)
+
+    def _list_gradients(self) -> dict[str, Any]:
+        parameters = [one for reference in self._watched.values() if (one := reference()) is not None]
+        return {
+            name: one.grad for name, one in self._name_parameters(parameters).items() if one.grad is not None
+        }
+
+    def _record_gradient(self, parameter: Any) -> None:
+        # It may run in a thread of the autograd engine.
+        if self._is_in_backward and parameter.grad is not None:
+            self._has_gradients = True
+            name = self._find_name(parameter)
+            self._gradients += self._digest({name: parameter.grad}, f"gradients.{len(self._passes)}")
+
+    # Steps
+
+    def _begin_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if not self._is_recorded():
+            return
+        number = self._optimizers.setdefault(optimizer, len(self._optimizers))
+        parameters = self._name_parameters(_list_parameters(optimizer))
+        if self._before is None:
+            self._before = self._digest(parameters, "before")
+        if number not in self._described:
+            self._described.add(number)
+            names = tuple(tuple(map(self._find_name, group["params"])) for group in optimizer.param_groups)
+            self._write(encode("optimizer", OptimizerHead(number, type(optimizer).__name__, names)))
+        gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+        self._read = self._digest(gradients, "read")
+
+    def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if self._is_recorded():
+            self._write_step(optimizer)
+            self._passes, self._before, self._after_backward = [], None, None
+            self._before_clipping, self._clipping = None, ""
+            self._last_values, self._values, self._tensors = self._values, {}, {}
+            self._begin_pass()
+        elif os.getpid() != self._pid or self._torch.compiler.is_compiling():
+            return
+        self._step += 1
+        self._is_on = self._selection.has_step(self._step) and self._size < _MAX_BYTES
+        self._stack.clear()
+        if self._selection.is_over(self._step) or self._size >= _MAX_BYTES:
+            self._close()
+
+    def _write_step(self, optimizer: Any) -> None:
+        parameters = self._name_parameters(_list_parameters(optimizer))
+        state = {
+            f"{name}.{key}": value
+            for name, parameter in parameters.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, self._torch.Tensor)
+        }
+        line = StepRecord(
+            step=self._step,
+            optimizer=self._optimizers[optimizer],
+            before=self._before,
+            passes=tuple(self._passes),
+            after_backward=self._after_backward,
+            before_clipping=self._before_clipping,
+            clipping=self._clipping,
+            read=self._read,
+            norm=sum(self._values[digest].norm ** 2 for _, digest in self._read if digest in self._values)
+            ** 0.5,
+            options=_list_options(optimizer),
+            rates=tuple(float(group.get("lr", 0)) for group in optimizer.param_groups),
+            state=self._digest(state, "state"),
+            parameters=self._digest(parameters, "parameters"),
+            random=digest_generators(),
+            values=self._values,
+        )
+        self._write(encode("step", line))
+        if self._selection.tensors and self._tensors:
+            from safetensors.torch import save_file  # noqa: PLC0415 - rarely needed
+
+            save_file(self._tensors, self._folder / f"numerics-{self._step}.safetensors")
+
+    # Tensors
+
+    def _digest(self, tensors: Mapping[str, Any], stage: str) -> tuple[Entry, ...]:
+        entries = []
+        for name, tensor in tensors.items():
+            if tensor.device.type == "meta":
+                continue
+            digest = digest_tensor(tensor)
+            entries.append((name, digest))
+            if digest not in self._values:
+                summary = self._last_values.get(digest) or summarize(tensor)
+                if summary is not None:
+                    self._values[digest] = summary
+            if self._selection.tensors:
+                values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                self._tensors[f"{stage}/{name}"] = values.detach().to("cpu", copy=True).contiguous()
+        return tuple(entries)
+
+    def _name_parameters(self, parameters: Iterable[Any]) -> dict[str, Any]:
+        return {self._find_name(one): one for one in parameters}
+
+    def _find_name(self, parameter: Any) -> str:
+        if id(parameter) not in self._names:
+            for optimizer, number in self._optimizers.items():
+                for index, group in enumerate(optimizer.param_groups):
+                    for position, one in enumerate(group["params"]):
+                        name = f"optimizer {number}, group {index}, parameter {position}"
+                        self._names.setdefault(id(one), name)
+        return self._names.get(id(parameter), "a parameter of no optimizer")
+
+    def _list_models(self) -> list[Any]:
+        return [model for reference in self._models.values() if (model := reference()) is not None]
+
+    def _list_buffers(self) -> dict[str, Any]:
+        return {
+            _clean(model, name): buffer
+            for model in self._list_models()
+            for name, buffer in model.named_buffers()
+            if isinstance(buffer, self._torch.Tensor)
+        }
+
+    # The file
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            self._file = (self._folder / FILE).open("a", encoding="utf-8")
+            self._size = self._file.tell()
+            self._put(encode("run", self._describe_run()))
+        self._put(line)
+
+    def _put(self, line: str) -> None:
+        try:
+            self._file.write(line)
+            self._file.flush()
+            self._size += len(line)
+        except OSError:  # a record must not end a training on a full disk
+            self._size = _MAX_BYTES
+
+    def _close(self) -> None:
+        if self._file is not None and not self._file.closed:
+            if self._size >= _MAX_BYTES:
+                self._put(
+                    encode("end", {"reason": f"the file reached {_MAX_BYTES >> 20} MiB, or the disk is full"})
+                )
+            self._file.close()
+
+    def _describe_run(self) -> RunHead:
+        torch, environ = self._torch, self._environ
+        flags = {
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+            "mkldnn": torch.backends.mkldnn.enabled,
+            "threads": torch.get_num_threads(),
+            "default dtype": torch.get_default_dtype(),
+        }
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "accel": __version__,
+            "cuda": torch.version.cuda,
+            "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
+            "processor": platform.machine(),
+        }
+        variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)}
+        with suppress(SettingsError):
+            defaults = Settings().to_env()
+            of_accel = Settings.from_env(environ).to_env()
+            variables |= {name: value for name, value in of_accel.items() if value != defaults[name]}
+        settings = {**versions, **flags, **variables}
+        return RunHead(
+            version=VERSION,
+            rank=int(environ.get("RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            host=socket.gethostname(),
+            selection=asdict(self._selection),
+            settings={name: str(value) for name, value in settings.items() if value is not None},
+        )
+
+
+def _find_line() -> str:
+    """Return the line of the script that runs now."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as `inspect.currentframe`
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((_LIBRARIES[0], "<")) and _LIBRARIES[1] not in path:
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _list_parameters(optimizer: Any) -> list[Any]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _list_options(optimizer: Any) -> dict[str, Any]:
+    """Return the options of the groups that JSON has, without the learning rates."""
+    options = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name not in {"params", "lr", "initial_lr"}:
+                plain = value.item() if hasattr(value, "item") and hasattr(value, "dtype") else value
+                options[f"group {index}, {name}"] = json.loads(json.dumps(plain, default=str))
+    return options
+
+
+def _is_wrapper(module: Any) -> bool:
+    """Return whether a module has another one as `module`; classes of libraries are subclasses of torch's."""
+    return not _WRAPPERS.isdisjoint(each.__name__ for each in type(module).__mro__)
+
+
+def _unwrap_once(module: Any) -> Any:
+    if _is_wrapper(module):
+        return module.module
+    return module._orig_mod if type(module).__name__ == "OptimizedModule" else module  # noqa: SLF001 - its name in state dicts
+
+
+def _unwrap(module: Any) -> Any:
+    while (inner := _unwrap_once(module)) is not module:
+        module = inner
+    return module
+
+
+def _name_class(module: Any) -> str:
+    names = []
+    while (inner := _unwrap_once(module)) is not module:
+        names.append(type(module).__name__)
+        module = inner
+    return " of ".join([*names, type(module).__name__])
+
+
+def _clean(module: Any, name: str) -> str:
+    """Return the name of a part of a module as that module has it which is wrapped."""
+    name = _INNER_WRAPPERS.sub("", f"{name}.").removesuffix(".")
+    return (
+        f"{name}.".removeprefix("module.").removesuffix(".")
+        if _is_wrapper(module) or _is_wrapper(_unwrap_once(module))
+        else name
+    )

@@ -1,0 +1,162 @@
+"""Planted causes: `accel diff` names the first thing that differs, and no other one."""
+
+from pathlib import Path
+
+import pytest
+from support.runs.numerics_runs import INTERPRETER, record_runs
+
+from accel_cli.extensions.numerics.comparison import SettingDifference, compare
+
+SCRIPT = Path(__file__).with_name("planted.py")
+MANUAL = {"EXCHANGE": "manual"}
+SIZES = {"EXCHANGE": "manual", "NORM": "layer"}
+
+CAUSES = {
+    "seed": (1, "before", ""),
+    "initialization": (1, "before", "out.bias"),
+    "bf16 buffer": (1, "before", "scale"),
+    "sampler seed": (1, "batch", "index"),
+    "dropped sample": (1, "batch", "index"),
+    "uneven tail": (1, "batch", "index"),
+    "forgotten set_epoch": (9, "batch", "index"),
+    "normalization of data": (1, "batch", ".0"),
+    "augmentation": (1, "batch", ".0"),
+    "one label": (3, "batch", ".1"),
+    "cast of inputs": (1, "inputs", ".0"),
+    "extra random number": (3, "random", "torch"),
+    "evaluation mode": (1, "mode", ""),
+    "autocast": (1, "mode", ""),
+    "dropout": (None, "settings", "the model"),
+    "BatchNorm": (None, "settings", "the model"),
+    "activation": (1, "modules", "hidden"),
+    "residual": (1, "modules", "drop"),
+    "rounding of matmul": (1, "modules", ""),
+    "order of sums": (1, "loss", ""),
+    "loss reduction": (1, "loss", ""),
+    "forgotten zero_grad": (5, "left", ""),
+    "detach": (1, "gradients", "hidden.bias"),
+    "gradient of one rank": (5, "gradients", "hidden.weight"),
+    "missing all_reduce": (1, "before_clipping", "norm.weight"),
+    "wrong average": (1, "before_clipping", ""),
+    "clip before exchange": (1, "before_clipping", ""),
+    "stale gradients": (6, "before_clipping", "out.weight"),
+    "clipping": (1, "clipping", ""),
+    "forgotten parameters": (None, "settings", "the parameters of the optimizer"),
+    "optimizer": (1, "options", "group 0, decoupled_weight_decay"),
+    "weight decay on norms": (1, "options", "group 1, weight_decay"),
+    "epsilon of Adam": (1, "options", "group 0, eps"),
+    "lr": (1, "rates", ""),
+    "warmup": (1, "rates", ""),
+    "forgotten scheduler": (3, "rates", ""),
+    "EMA": (5, "before", ""),
+    "weights changed": (4, "before", "out.weight"),
+    "one step more": (13, "steps", ""),
+}
+"""The step, stage and name of the first difference; an empty name is any."""
+ROUNDING = {"rounding of matmul", "order of sums"}
+OF_MANUAL_EXCHANGE = {"missing all_reduce", "wrong average", "clip before exchange", "detach"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreter():
+    yield
+    INTERPRETER.close()
+
+
+def compare_cause(folder, cause, world_sizes=(2, 2), variables=None):
+    variables = variables or {}
+    return compare(
+        *record_runs(
+            folder,
+            (SCRIPT, world_sizes[0], variables),
+            (SCRIPT, world_sizes[1], {**variables, "CAUSE": cause}),
+        )
+    )
+
+
+def describe(cause):
+    """Return the step, stage and name of a cause."""
+    if isinstance(cause, SettingDifference):
+        return None, "settings", cause.name
+    return cause and (cause.step, cause.stage, cause.name)
+
+
+def check(found, expected):
+    step, stage, name = describe(found.cause)
+    assert (step, stage) == expected[:2]
+    assert not expected[2] or name == expected[2]
+
+
+@pytest.mark.parametrize("variables", [{}, MANUAL], ids=["ddp", "manual"])
+def test_equal_runs_are_equal_bit_by_bit(tmp_path, variables):
+    found = compare_cause(tmp_path, "", variables=variables)
+    assert (found.verdict, found.cause, found.settings) == ("equal", None, [])
+    assert found.steps == list(range(1, 13))
+
+
+@pytest.mark.parametrize("cause", ["lr", "gradient of one rank", "order of sums", "extra random number"])
+def test_a_planted_cause_is_named_first(tmp_path, cause):
+    found = compare_cause(tmp_path, cause)
+    assert found.verdict == ("rounding" if cause in ROUNDING else "different")
+    check(found, CAUSES[cause])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_planted_cause_is_named_first(tmp_path, cause):
+    found = compare_cause(tmp_path, cause, variables=MANUAL if cause in OF_MANUAL_EXCHANGE else {})
+    assert found.verdict == ("rounding" if cause in ROUNDING else "different")
+    check(found, CAUSES[cause])
+
+
+def test_one_flipped_bit_names_the_rank_that_has_it(tmp_path):
+    found = compare_cause(tmp_path, "gradient of one rank")
+    assert found.cause.rank == 1
+    assert found.first is found.beyond is found.cause
+
+
+def test_runs_of_two_world_sizes_are_equal_up_to_the_order_of_sums(tmp_path):
+    found = compare_cause(tmp_path, "", (1, 2), SIZES)
+    assert found.verdict == "rounding"
+    assert found.first.size < found.first.bound
+    assert "world size" in {one.name for one in found.settings}
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"),
+    [
+        ("one label", (3, "batch", "")),
+        ("loss reduction", (1, "loss", "")),
+        ("wrong average", (1, "before_clipping", "")),
+        pytest.param("activation", (1, "loss", ""), marks=pytest.mark.slow),
+        pytest.param("residual", (1, "loss", ""), marks=pytest.mark.slow),
+        pytest.param("initialization", (1, "before", "out.bias"), marks=pytest.mark.slow),
+        pytest.param("sampler seed", (1, "batch", ""), marks=pytest.mark.slow),
+        pytest.param("missing all_reduce", (1, "before_clipping", "norm.weight"), marks=pytest.mark.slow),
+        pytest.param("clipping", (1, "clipping", ""), marks=pytest.mark.slow),
+        pytest.param("lr", (1, "rates", ""), marks=pytest.mark.slow),
+    ],
+)
+def test_a_cause_is_named_between_two_world_sizes(tmp_path, cause, expected):
+    found = compare_cause(tmp_path, cause, (1, 2), SIZES)
+    assert found.verdict == "different"
+    check(found, expected)
+
+
+def test_a_record_without_modules_claims_no_module(tmp_path):
+    found = compare(
+        *record_runs(tmp_path, (SCRIPT, 1, {}), (SCRIPT, 1, {"CAUSE": "activation"}), selection="steps:1-2")
+    )
+    check(found, (1, "loss", ""))
+    assert any("no outputs of modules" in note for note in found.notes)
+
+
+def test_a_gap_of_the_record_is_named(tmp_path):
+    found = compare(
+        *record_runs(
+            tmp_path, (SCRIPT, 1, {}), (SCRIPT, 1, {"CAUSE": "forgotten scheduler"}), selection="every:4"
+        )
+    )
+    assert found.steps == [1, 5, 9]
+    check(found, (5, "before", ""))
+    assert any("steps:1-5" in note for note in found.notes)
