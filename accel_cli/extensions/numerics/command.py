@@ -137,7 +137,8 @@ def _show(found: Comparison) -> None:
     from accel_cli.extensions.numerics.comparison import STAGES
 
     first, second = found.runs
-    console.plain(f"{first.name} and {second.name}: {_VERDICTS[found.verdict]}")
+    extent = ", in what is compared" if found.is_partial and found.effect is None else ""
+    console.plain(f"{first.name} and {second.name}: {_VERDICTS[found.verdict]}{extent}")
     console.plain(
         f"{len(found.steps)} steps are recorded in both ({found.steps[0]} to {found.steps[-1]}); ranks: {first.world_size} and "
         f"{second.world_size}"
@@ -177,7 +178,7 @@ def _show_differences(found: Comparison, effect: Difference) -> None:
     if isinstance(cause, SettingDifference):
         rows.append(["may explain it", cause.name, f"{cause.first} and {cause.second}", "", ""])
     elif cause is not None and cause is not effect:
-        rows.append(["first difference", *_describe(cause)])
+        rows.append(["may explain it", *_describe(cause)])
     rows.append(["first number" if rows else "first difference", *_describe(effect)])
     for title, one in (("first in bits", found.first), ("beyond the order of sums", found.beyond)):
         if one is not None and one is not effect:
@@ -216,9 +217,10 @@ def to_json(found: Comparison) -> dict[str, Any]:
         "steps": found.steps,
         "cause": convert(found.cause),
         "effect": convert(found.effect),
+        "is_certain": found.cause is found.effect,
         "first_in_bits": convert(found.first),
         "first_beyond_order_of_sums": convert(found.beyond),
-        "random": convert(found.random),
+        "random": [convert(one) for one in found.random],
         "order_of_sums": found.explanation,
         "settings": [asdict(one) for one in found.settings],
         "notes": found.notes,

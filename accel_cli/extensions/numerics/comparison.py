@@ -72,8 +72,8 @@ _COMPUTED = (
 )
 _ARITHMETIC = frozenset(_COMPUTED)
 """Stages of numbers that also depend on how they are computed."""
-_DRAWN = frozenset({"batch", "inputs", *_COMPUTED})
-"""Stages of numbers that may depend on random numbers."""
+_DRAWN = frozenset({"inputs", "modules", "loss", "buffers"})
+"""Stages of a forward pass whose numbers may depend on random numbers."""
 _OF_PASSES = ("batch", "random", "inputs", "mode", "modules", "loss", "buffers", "left", "gradients")
 _UPDATES = ("options", "rates", "state", "parameters")
 _ORDERED = frozenset({"modules", "gradients"})
@@ -142,6 +142,8 @@ class Difference:
     """The norm of the difference relative to the tensor; None if it is no matter of size."""
     bound: float | None = None
     """The size that the order of sums explains."""
+    is_structural: bool = False
+    """True if a run has a tensor, a pass or a value that the other one does not have, which no number explains."""
     micro_batch: int | None = None
     """The number of the forward pass in the step, from 1; None if it has only one."""
 
@@ -182,8 +184,8 @@ class Comparison:
     """The first difference in bits."""
     beyond: Difference | None = None
     """The first difference that the order of sums does not explain."""
-    random: Difference | None = None
-    """The first difference of a random number generator that the run uses."""
+    random: list[Difference] = field(default_factory=list)
+    """The first difference of each random number generator that the run uses."""
     is_reproducible: bool = False
     """True if both runs compute the same bits from the same numbers, as far as their settings show."""
     explanation: str = ""
@@ -192,6 +194,11 @@ class Comparison:
     layers: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
     """The relative difference of each tensor of the first step that differs, by stage."""
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return whether some recorded numbers cannot be compared, as the notes say."""
+        return self.runs[0].world_size != self.runs[1].world_size or _hold_other_parts(self)
 
     @property
     def verdict(self) -> Literal["equal", "rounding", "different"]:
@@ -209,13 +216,8 @@ class Comparison:
         for setting in self.settings:
             if _can_explain(setting, effect):
                 return setting
-        if (
-            self.random is not None
-            and effect.stage in _DRAWN
-            and _get_place(self.random) < _get_place(effect)
-        ):
-            return self.random
-        return effect
+        drawn = (one for one in self.random if self._may_be_drawn(one, effect))
+        return next(drawn, effect)
 
     @property
     def effect(self) -> Difference | None:
@@ -224,9 +226,19 @@ class Comparison:
             return self.first
         return self.beyond
 
-
-def _get_place(difference: Difference) -> tuple[int, int, int]:
-    return difference.step, difference.micro_batch or 1, list(STAGES).index(difference.stage)
+    def _may_be_drawn(self, random: Difference, effect: Difference) -> bool:
+        """Return whether a number may differ since a generator does, from which that part of the pass draws."""
+        if effect.is_structural or random.rank != effect.rank or random.step > effect.step:
+            return False
+        number = (effect.micro_batch or 1) - 1
+        for run in self.runs:
+            one = run.ranks[random.rank or 0].steps[effect.step].passes[number]
+            # The state that is recorded for a step is the one after its batches were loaded.
+            if effect.stage == "batch" and random.step < effect.step and random.name in one.drawn_by_data:
+                return True
+            if effect.stage in _DRAWN and random.name in one.drawn:
+                return True
+        return False
 
 
 def _can_explain(setting: SettingDifference, effect: Difference) -> bool:
@@ -364,7 +376,8 @@ class _Walk:
         is_first_step = found.first is None
         for one in differences:
             if one.stage == "random":
-                found.random = found.random or one
+                if all((one.rank, one.name) != (other.rank, other.name) for other in found.random):
+                    found.random.append(one)
                 continue
             if found.first is None:
                 found.first, found.explanation = one, bound.explain()
@@ -435,7 +448,7 @@ class _Walk:
                 passes.append((pair, pair.first.passes[number], pair.second.passes[number]))
             elif number == min(lengths):
                 detail = f"{lengths[0]} forward passes in the step of the first run, {lengths[1]} in that of the second"
-                yield pair.differ("batch", "", detail)
+                yield pair.differ("batch", "", detail, is_structural=True)
         for stage in _OF_PASSES:
             for pair, first, second in passes:
                 yield from self._compare_stage(stage, pair, first, second)
@@ -448,13 +461,9 @@ class _Walk:
             if difference := _compare_batches(getattr(first, name), getattr(second, name)):
                 yield pair.differ(stage, *difference)
         elif stage == "random":
-            names = [
-                name
-                for name in sorted(first.random.keys() & second.random.keys())
-                if first.random[name] != second.random[name] and any(name in used for used in self._used)
-            ]
-            if names:
-                yield pair.differ(stage, ", ".join(names), "the states differ")
+            for name in sorted(first.random.keys() & second.random.keys()):
+                if first.random[name] != second.random[name] and any(name in used for used in self._used):
+                    yield pair.differ(stage, name, "the states differ")
         elif stage == "mode":
             if first.mode != second.mode:
                 yield pair.differ(stage, "", f"{first.mode or 'none'} and {second.mode or 'none'}")
@@ -519,9 +528,9 @@ class _Pair:
     has_parts: bool = False
     """True if the ranks of the runs hold other parts of parameters."""
 
-    def differ(self, stage: str, name: str, detail: str) -> Difference:
+    def differ(self, stage: str, name: str, detail: str, *, is_structural: bool = False) -> Difference:
         """Return a difference that is no matter of size."""
-        return Difference(self.step, self.rank, stage, name, detail)
+        return Difference(self.step, self.rank, stage, name, detail, is_structural=is_structural)
 
     def compare(self, stage: str, limit: float, entries: Any = None) -> Iterator[Difference]:
         """Compare the tensors of a stage by name, or by position if no names are equal.
@@ -548,11 +557,11 @@ class _Pair:
         for name, digest in first:
             others = remaining.get(name)
             if not others:
-                found.append(self.differ(stage, name, "only the first run has it"))
+                found.append(self.differ(stage, name, "only the first run has it", is_structural=True))
             elif digest != (other := others.pop(0)):
                 found.append(self._compare_tensors(stage, name, (digest, other), limit))
         found += [
-            self.differ(stage, name, "only the second run has it")
+            self.differ(stage, name, "only the second run has it", is_structural=True)
             for name, others in remaining.items()
             if others
         ]
@@ -600,7 +609,8 @@ class _Pair:
     def compare_losses(self, first: ForwardPass, second: ForwardPass) -> Iterator[Difference]:
         """Compare the losses of a pass."""
         if len(first.losses) != len(second.losses):
-            yield self.differ("loss", "", f"{len(first.losses)} and {len(second.losses)} values")
+            counts = f"{len(first.losses)} and {len(second.losses)} values"
+            yield self.differ("loss", "", counts, is_structural=True)
             return
         for (digest, value), (other_digest, other) in zip(first.losses, second.losses, strict=True):
             if digest == other_digest:
@@ -839,10 +849,11 @@ def _list_limits(found: Comparison, effect: Difference) -> Iterator[str]:
                 f"Differences that the order of sums explains begin at {format_place(first)} ({first.size:.1e}). The record cannot "
                 "exclude that the larger one has grown from them"
             )
-    if found.random is not None and found.cause is not found.random:
+    others = {one.name: one.step for one in found.random if one is not found.cause}
+    if others and not any(one is found.cause for one in found.random):
+        listing = ", ".join(f"{name} from step {step} on" for name, step in others.items())
         yield (
-            f"The states of random number generators ({found.random.name}) differ from step {found.random.step} on. The first "
-            "difference of another number does not depend on them"
+            f"The states of random number generators differ ({listing}); they do not explain the first difference of another number"
         )
 
 

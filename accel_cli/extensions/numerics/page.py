@@ -85,7 +85,13 @@ def _list_differences(found: Comparison) -> list[tuple[str, ...]]:
             continue
         size = "" if one.size is None else f"{one.size:.1e}"
         rows.append(
-            (title, format_place(one), one.detail, size, "" if one.bound is None else f"{one.bound:.1e}")
+            (
+                "may explain it" if one.stage == "random" else title,
+                format_place(one),
+                one.detail,
+                size,
+                "" if one.bound is None else f"{one.bound:.1e}",
+            )
         )
     return rows
 

@@ -158,6 +158,10 @@ class ForwardPass:
     """The batches of loaders since the pass before."""
     random: Mapping[str, str] = field(default_factory=dict)
     """Digests of the states of the random number generators, when the forward pass began, by generator."""
+    drawn_by_data: tuple[str, ...] = ()
+    """The generators whose states changed from the pass before to the last batch."""
+    drawn: tuple[str, ...] = ()
+    """Those whose states changed from the last batch, or without one from the forward pass, to the backward pass."""
     inputs: tuple[Batch, ...] = ()
     """The inputs of the model."""
     elements: int = 1
@@ -323,7 +327,8 @@ def _parse_pass(value: dict[str, Any]) -> ForwardPass:
     entries = {
         name: _parse_entries(value[name]) for name in ("modules", "losses", "buffers", "left", "gradients")
     }
-    return ForwardPass(**{**value, **batches, **entries})
+    drawn = {name: tuple(value[name]) for name in ("drawn", "drawn_by_data")}
+    return ForwardPass(**{**value, **batches, **entries, **drawn})
 
 
 def _parse_entries(entries: Iterable[Any] | None) -> Any:

@@ -82,6 +82,23 @@ def _parse(text: str) -> Selection:
         raise SettingsError(str(error)) from None
 
 
+class _Names:
+    """Names of objects, while these exist: others may get their ids."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+    def add(self, value: Any, name: str) -> None:
+        """Name an object that has no name."""
+        if self.find(value) is None:
+            self._names[id(value)] = weakref.ref(value), name
+
+    def find(self, value: Any) -> str | None:
+        """Return the name of an object; None if it has none."""
+        reference, name = self._names.get(id(value), (None, None))
+        return name if reference is not None and reference() is value else None
+
+
 class Recorder:
     """Recorder of the steps of this process.
 
@@ -101,11 +118,12 @@ class Recorder:
         """The number of the step that is computed now."""
         self._is_on = selection.has_step(1)
         """True if this step is recorded."""
-        self._names: dict[int, str] = {}
-        """The names of parameters, by id."""
-        self._models: dict[int, weakref.ref[Any]] = {}
-        """The modules with parameters that the script calls, by id."""
-        self._module_names: dict[int, str] = {}
+        self._names = _Names()
+        """The names of parameters and modules."""
+        self._positions = _Names()
+        """Those of parameters of no module that the script has called."""
+        self._models: list[tuple[weakref.ref[Any], str]] = []
+        """The modules with parameters that the script calls, with the beginning of their names."""
         self._watched: dict[int, weakref.ref[Any]] = {}
         """The parameters whose gradients are recorded, by id."""
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -124,16 +142,20 @@ class Recorder:
         self._sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
         """The indices of the batches that iterators of torch have requested and not returned yet."""
+        self._last_random: dict[str, str] = {}
+        """The states of the generators at the last batch, or at the end of the last pass."""
         self._preparing: list[deque[Any]] = []
         """The indices of the batches that prepared loaders read now, the innermost last."""
         self._tensors: dict[str, Any] = {}
         self._begin_pass()
+        self._read: tuple[Entry, ...] = ()
         self._values: dict[str, Summary] = {}
         self._last_values: dict[str, Summary] = {}
         """Those of the step before, whose parameters are those before this one."""
 
     def _begin_pass(self) -> None:
         self._random: dict[str, str] = {}
+        self._drawn_by_data: set[str] = set()
         self._inputs: list[Batch] = []
         self._elements = 1
         self._mode: list[str] = []
@@ -293,6 +315,8 @@ class Recorder:
             self._sources[iterator] = f"{source}#{number}" if number else source
         source = self._sources[iterator]
         self._batches[source] = list_batches(source, batch, list_indices(index))
+        last, self._last_random = self._last_random, digest_generators()
+        self._drawn_by_data |= _find_changed(last, self._last_random)
 
     # Modules
 
@@ -327,22 +351,19 @@ class Recorder:
         self._elements = max(self._elements, *sizes, 1)
 
     def _add_model(self, module: Any) -> None:
-        reference = self._models.get(id(module))
-        if reference is not None and reference() is module and id(module) in self._module_names:
+        if any(reference() is module for reference, _ in self._models):
             return
         number = len(self._models)
-        self._models[id(module)] = weakref.ref(module)
         prefix = f"{number}:" if number else ""
-        for name, inner in module.named_modules():
-            self._module_names.setdefault(id(inner), prefix + _clean(module, name))
-        for name, parameter in module.named_parameters():
-            self._names.setdefault(id(parameter), prefix + _clean(module, name))
+        self._models.append((weakref.ref(module), prefix))
+        for name, part in (*module.named_modules(), *module.named_parameters()):
+            self._names.add(part, prefix + _clean(module, name))
         is_local = not any(hasattr(one, "to_local") for one in module.parameters())
         self._write(encode("model", ModelHead(number, _name_class(module), repr(_unwrap(module)), is_local)))
 
     def _describe_mode(self, module: Any) -> str:
         torch = self._torch
-        fixed = sorted({self._module_names[id(one)] for one in module.modules() if not one.training} - {""})
+        fixed = sorted({self._names.find(one) or "" for one in module.modules() if not one.training} - {""})
         dtypes = [
             f"autocast {kind} {torch.get_autocast_dtype(kind)}"
             for kind in ("cpu", "cuda")
@@ -357,7 +378,8 @@ class Recorder:
         while self._stack and self._stack.pop() != id(module):
             pass
         if self._selection.modules and self._torch.is_grad_enabled():
-            name = self._module_names.get(id(module), type(module).__name__) or "output of the model"
+            name = self._names.find(module)
+            name = type(module).__name__ if name is None else name or "output of the model"
             outputs = {f"{name}{key}": one for key, one in list_tensors(output)}
             entries = self._digest(outputs, f"modules.{len(self._passes)}")
             # A module and one that wraps it have one output.
@@ -372,12 +394,17 @@ class Recorder:
         losses = [
             (digest_tensor(one), float(one.detach().double()) if one.numel() == 1 else None) for one in roots
         ]
+        random = digest_generators()
+        # Without a batch, it is not known when the inputs were drawn.
+        before = self._last_random if self._batches else self._random
         batches = [batch for columns in self._batches.values() for batch in columns]
         self._batches.clear()
         self._stack.clear()
         ended = ForwardPass(
             batches=tuple(batches),
-            random=self._random or digest_generators(),
+            random=self._random or random,
+            drawn_by_data=tuple(sorted(self._drawn_by_data)),
+            drawn=tuple(sorted(_find_changed(before, random) if before else ())),
             inputs=tuple(self._inputs),
             elements=self._elements,
             mode=" | ".join(dict.fromkeys(filter(None, self._mode))),
@@ -394,6 +421,7 @@ class Recorder:
     def _end_pass(self, ended: ForwardPass) -> None:
         self._passes.append(replace(ended, gradients=tuple(self._gradients) if self._has_gradients else None))
         self._gradients = []
+        self._last_random = digest_generators()
         self._after_backward = self._digest(self._list_gradients(), "after_backward")
 
     def _watch_gradients(self) -> None:
@@ -403,7 +431,7 @@ class Recorder:
         (torch 2.9 to 2.13, `AccumulateGrad` and `Reducer`).
         """
         parameters = [one for optimizer in self._optimizers for one in _list_parameters(optimizer)]
-        for model in self._list_models():
+        for model, _ in self._list_models():
             parameters += model.parameters()
         for parameter in parameters:
             watched = self._watched.get(id(parameter))
@@ -498,12 +526,14 @@ class Recorder:
         for name, tensor in tensors.items():
             if tensor.device.type == "meta":
                 continue
-            digest = digest_tensor(tensor)
+            try:
+                digest = digest_tensor(tensor)
+                summary = self._values.get(digest) or self._last_values.get(digest) or summarize(tensor)
+            except (RuntimeError, TypeError, NotImplementedError):  # of a subclass, quantized, nested
+                continue
             entries.append((name, digest))
-            if digest not in self._values:
-                summary = self._last_values.get(digest) or summarize(tensor)
-                if summary is not None:
-                    self._values[digest] = summary
+            if summary is not None:
+                self._values[digest] = summary
             if self._selection.tensors:
                 values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
                 self._tensors[f"{stage}/{name}"] = values.detach().to("cpu", copy=True).contiguous()
@@ -513,21 +543,23 @@ class Recorder:
         return {self._find_name(one): one for one in parameters}
 
     def _find_name(self, parameter: Any) -> str:
-        if id(parameter) not in self._names:
+        if (name := self._names.find(parameter)) is not None:
+            return name
+        if self._positions.find(parameter) is None:
             for optimizer, number in self._optimizers.items():
                 for index, group in enumerate(optimizer.param_groups):
                     for position, one in enumerate(group["params"]):
                         name = f"optimizer {number}, group {index}, parameter {position}"
-                        self._names.setdefault(id(one), name)
-        return self._names.get(id(parameter), "a parameter of no optimizer")
+                        self._positions.add(one, name)
+        return self._positions.find(parameter) or "a parameter of no optimizer"
 
-    def _list_models(self) -> list[Any]:
-        return [model for reference in self._models.values() if (model := reference()) is not None]
+    def _list_models(self) -> list[tuple[Any, str]]:
+        return [(model, prefix) for reference, prefix in self._models if (model := reference()) is not None]
 
     def _list_buffers(self) -> dict[str, Any]:
         return {
-            _clean(model, name): buffer
-            for model in self._list_models()
+            prefix + _clean(model, name): buffer
+            for model, prefix in self._list_models()
             for name, buffer in model.named_buffers()
             if isinstance(buffer, self._torch.Tensor)
         }
@@ -591,6 +623,11 @@ class Recorder:
             selection=asdict(self._selection),
             settings={name: str(value) for name, value in settings.items() if value is not None},
         )
+
+
+def _find_changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
+    """Return the generators whose states have changed; all of those that had none before."""
+    return {name for name, state in after.items() if before.get(name) != state}
 
 
 def _find_line() -> str:

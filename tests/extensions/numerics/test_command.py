@@ -78,7 +78,8 @@ def test_an_accelerator_trains_the_same_in_two_layouts(cwd, script, vary):
     process = run_accel("diff", script(ACCELERATOR), "--vary", vary, "--cpu", "--json", *count, cwd=cwd)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
-    assert (found["verdict"], found["steps"]) == ("rounding", [1, 2, 3, 4, 5, 6])
+    assert found["verdict"] in {"equal", "rounding"}
+    assert found["steps"] == [1, 2, 3, 4, 5, 6]
 
 
 def test_tensors_of_chosen_steps_are_kept(cwd, train):

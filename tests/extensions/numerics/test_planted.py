@@ -160,3 +160,32 @@ def test_a_gap_of_the_record_is_named(tmp_path):
     assert found.steps == [1, 5, 9]
     check(found, (5, "before", ""))
     assert any("steps:1-5" in note for note in found.notes)
+
+
+def test_a_generator_that_no_number_draws_from_explains_none(tmp_path):
+    script = tmp_path / "unseeded.py"
+    script.write_text(UNSEEDED)
+    same = compare(*record_runs(tmp_path / "same", (script, 1, {}), (script, 1, {})))
+    assert (same.verdict, {one.name for one in same.random}) == ("equal", {"python"})
+    other = compare(*record_runs(tmp_path / "other", (script, 1, {}), (script, 1, {"CAUSE": "inputs"})))
+    check(other, (2, "inputs", ".0"))
+    fewer = compare(*record_runs(tmp_path / "fewer", (script, 1, {}), (script, 1, {"CAUSE": "passes"})))
+    check(fewer, (2, "batch", ""))
+    assert "2 forward passes in the step of the first run, 1 in that of the second" in fewer.cause.detail
+
+
+UNSEEDED = """
+import os, random, torch
+torch.manual_seed(0)
+cause = os.environ.get("CAUSE")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+x = torch.randn(8, 4)
+random.seed()
+for step in range(3):
+    for micro_batch in range(1 if cause == "passes" and step == 1 else 2):
+        model(x + 1 if cause == "inputs" and step == 1 else x).square().mean().backward()
+        random.random()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
