@@ -21,6 +21,7 @@ from accel_cli.accelerate.config_values import (
     EMPTY,
     ENGINE_RULES,
     OFF,
+    SHARDING_KEYS,
     SHARDING_TYPES,
     AccelerateConfig,
     Answer,
@@ -448,10 +449,13 @@ def _read_meaning(config: AccelerateConfig) -> AccelerateConfig:
     }
     if config.engine and not kept and not any(key.startswith("parallel.") for key in values):
         values |= {"parallel.dp_shard": "auto"} if ENGINE_RULES[config.engine.name].is_sharded(config) else {}
+    if not SHARDING_KEYS & values.keys():
+        # A mesh without shards has no place for these options, and a launch would refuse them.
+        values = {key: value for key, value in values.items() if not key.startswith("fully_shard.")}
     return replace(
         config,
         values=values,
-        sources={key: texts[name].variable for key in meant if (name := key.replace(".", "_")) in texts},
+        sources={key: texts[name].variable for key in values if (name := key.replace(".", "_")) in texts},
         ignored={name: _name_keys(reason)[0] for name, reason in translation.ignored.items()},
         precision=_read_precision(config),
         strategy=read_strategy(variables),

@@ -22,6 +22,7 @@ __all__ = [
     "EMPTY",
     "ENGINE_RULES",
     "OFF",
+    "SHARDING_KEYS",
     "SHARDING_TYPES",
     "AccelerateConfig",
     "Answer",
@@ -270,6 +271,8 @@ def get_default(key: str) -> Any:
     return flatten(Profile().model_dump())[key]
 
 
+SHARDING_KEYS = frozenset({"parallel.dp_shard", "parallel.cp"})
+"""The keys of the profile whose dimensions shard a model with `fully_shard`."""
 SHARDING_TYPES = {
     **{section.key: section.distributed_type for section in launch.SECTIONS if section.distributed_type},
     **{engine.file.key: engine.section.distributed_type for engine in sharding.ENGINES},
@@ -406,8 +409,7 @@ class AccelerateConfig:
             return f"Accelerate does not compile with distributed_type: {kind}"
         if section not in SHARDING_TYPES or self.keeps_engine:
             return ""
-        is_sharded = {"parallel.dp_shard", "parallel.cp"} & self.values.keys()
-        return "" if is_sharded else "not used, because the model is not sharded"
+        return "" if SHARDING_KEYS & self.values.keys() else "not used, because the model is not sharded"
 
     def _explain_no_mesh(self) -> str:
         if self.engine and self.keeps_engine:

@@ -32,6 +32,12 @@ def import_zero(**words):
     return import_config("DEEPSPEED", deepspeed_config=words)
 
 
+def build_plan(result):
+    profile = Profile.model_validate(result.data)
+    job = LaunchSpec("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
+    return planner.build_plan(profile.launcher, job)
+
+
 def test_an_fsdp2_file_is_converted_completely():
     result = convert(yaml_io.parse(FSDP, "x").data, "x")
     parallel, options = get_sections(result)
@@ -277,9 +283,30 @@ def test_a_parallelism_config_becomes_the_parallel_section(kind, mesh, parallel)
     sized = {f"parallelism_config_{name}_size": size for name, size in mesh.items()}
     result = import_config(kind, parallelism_config=sized, mixed_precision="bf16")
     assert get_sections(result)[0] == parallel
-    profile = Profile.model_validate(result.data)
-    job = LaunchSpec("x.py", (), "script", profile.settings, {}, {}, GPUS, "python")
-    assert planner.build_plan(profile.launcher, job).nproc_per_node == 4
+    assert build_plan(result).nproc_per_node == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"reshard_after_forward": False},
+        {"offload_params": True},
+        {"ignored_modules": ["lm_head"]},
+        {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "Block"},
+    ],
+)
+@pytest.mark.parametrize("dimension", ["tp", "dp_replicate"])
+def test_options_of_sharding_are_left_out_with_a_mesh_that_shards_nothing(words, dimension):
+    options = {f"fsdp_{name}": value for name, value in words.items()}
+    result = import_config(
+        "FSDP",
+        fsdp_config={"fsdp_version": 2, **options},
+        parallelism_config={f"parallelism_config_{dimension}_size": 4},
+    )
+    assert get_sections(result) == ({dimension: 4}, {})
+    reason = "not used, because the model is not sharded"
+    assert map_reasons(result.left) == dict.fromkeys((f"fsdp_config.{name}" for name in options), reason)
+    assert build_plan(result).nproc_per_node == 4
 
 
 def test_the_tp_config_of_early_releases_is_converted():
