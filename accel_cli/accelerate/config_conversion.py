@@ -193,18 +193,11 @@ def _wrap_with(setting: Setting) -> KeyRule:
     return replace(rule, off=EMPTY)
 
 
-def _is_regex(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InvalidValueError("expected names of modules, or a regular expression")
-    return not all(re.fullmatch(r"[\w.]+", name) for name in names)
-
-
-def _convert_ignored_modules(value: Any, config: AccelerateConfig) -> Answer:
+def _convert_ignored_modules(names: list[str] | str, config: AccelerateConfig) -> Answer:
     key = sharding.IGNORED_MODULES.profile_key
-    if _is_regex(value):
+    if isinstance(names, str):
         return dropped(f"regular expressions are not supported: list names or patterns in {key}")
-    return by_meaning(sharding.IGNORED_MODULES, sharding.FSDP.key).convert(value, config)
+    return by_meaning(sharding.IGNORED_MODULES, sharding.FSDP.key).convert(names, config)
 
 
 # The rules of all keys.
@@ -472,7 +465,8 @@ def _select_keys(config: AccelerateConfig) -> dict[str, Any]:
             for each in section.settings
             if each.key in values
             and (each.profile_key or each in {sharding.VERSION, sharding.SHARDING_STRATEGY})
-            and not (each is sharding.IGNORED_MODULES and _is_regex(values[each.key]))
+            # A regular expression, which is left out.
+            and not (each is sharding.IGNORED_MODULES and isinstance(values[each.key], str))
         }
     tp = config.get_section(sharding.TP).get(sharding.TP_CONFIG_SIZE.key, 1)
     sizes, name = data[sharding.PARALLELISM.key], sharding.MESH_SIZES[2].key

@@ -50,6 +50,7 @@ __all__ = [
     "parse_host",
     "parse_instance_type",
     "parse_mapping",
+    "parse_module_names",
     "parse_or",
     "parse_text",
     "parse_texts",
@@ -189,6 +190,15 @@ def parse_mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def parse_module_names(value: Any) -> list[str] | str:
+    """Return names of modules, from a list or from text with `|` between; other text is a regular expression."""
+    names = value if isinstance(value, list) else [value]
+    if not all(isinstance(name, str) for name in names):
+        raise InvalidValueError("expected names of modules, or a regular expression")
+    text = "|".join(names)
+    return text.split("|") if sharding.MODULE_NAMES.fullmatch(text) else text
+
+
 def pairs(name: str, value: str) -> Parser:
     """Return a parser of names and values: a mapping, or a list of entries as in requests of AWS."""
 
@@ -236,6 +246,7 @@ _PARSERS: Mapping[str, Parser] = {
     "GPU ids": parse_gpu_ids,
     "instance type": parse_instance_type,
     "keys and values": parse_mapping,
+    "module names": parse_module_names,
 }
 
 

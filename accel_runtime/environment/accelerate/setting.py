@@ -44,6 +44,7 @@ Values = (
         "GPU ids",
         "instance type",
         "keys and values",
+        "module names",
     ]
 )
 """The values that a key accepts."""

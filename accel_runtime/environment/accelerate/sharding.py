@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +29,7 @@ __all__ = [
     "IGNORED_MODULES",
     "MESH_SIZES",
     "MIN_NUM_PARAMS",
+    "MODULE_NAMES",
     "MOE_CLASSES",
     "OFFLOAD_OPTIMIZER_DEVICE",
     "OFFLOAD_OPTIMIZER_NVME_PATH",
@@ -166,9 +168,12 @@ IGNORED_MODULES = Setting(
     "fsdp_ignored_modules",
     variable="FSDP_IGNORED_MODULES",
     argument="ignored_modules",
+    values="module names",
     profile_key="fully_shard.ignore",
     instead="say ignore: with their names",
 )
+MODULE_NAMES = re.compile(r"[\w.]+(\|[\w.]+)*")
+"""The only regular expression that is a list of names, too: names with `|` between."""
 ACTIVATION_CHECKPOINTING = Setting(
     "fsdp_activation_checkpointing",
     variable="FSDP_ACTIVATION_CHECKPOINTING",

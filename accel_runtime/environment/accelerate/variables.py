@@ -39,7 +39,6 @@ _UNSET = FALSE | {"none"}
 _PREFIXES = ("ACCELERATE_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
 _FIELDS = (launch.MIXED_PRECISION, launch.TORCH_DEVICE, launch.LOG_LEVEL)
 """Settings whose values are words of accel too."""
-_ALTERNATIVES = re.compile(r"[\w.]+(\|[\w.]+)*")
 _NAMES = re.compile(r"[\w.*-]+(,[\w.*-]+)*")
 _REFUSED = (megatron.USE_MEGATRON_LM, launch.DOWNCAST_BF16)
 """Switches that accel rejects."""
@@ -390,8 +389,7 @@ def _ignored(read: VariableReader) -> dict[str, Equivalent]:
     text = read.text(setting.variable)
     if not text:
         return {}
-    # Names with `|` between are the only regular expression that is a list of names, too.
-    text = text.replace("|", ",") if _ALTERNATIVES.fullmatch(text) else text
+    text = text.replace("|", ",") if sharding.MODULE_NAMES.fullmatch(text) else text
     if not _NAMES.fullmatch(text):
         raise SettingsError(
             f"{setting.variable}={text} is not supported: it is a regular expression. Unset it, and list the names in "

@@ -69,6 +69,10 @@ def test_an_fsdp2_file_is_converted_completely():
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, {"dp_shard": "auto"}, {}),
         ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": "A, B"}, {"dp_shard": "auto"}, {"wrap": ["A", "B"]}),
         ({"ignored_modules": "lm_head"}, {"dp_shard": "auto"}, {"ignore": ["lm_head"]}),
+        ({"ignored_modules": "lm_head|model.norm"}, {"dp_shard": "auto"}, {"ignore": ["lm_head", "model.norm"]}),
+        ({"ignored_modules": ["lm_head", "model.norm"]}, {"dp_shard": "auto"}, {"ignore": ["lm_head", "model.norm"]}),
+        ({"ignored_modules": False}, {"dp_shard": "auto"}, {}),
+        ({"ignored_modules": {}}, {"dp_shard": "auto"}, {}),
     ],
 )  # fmt: skip
 def test_fsdp_options_become_fully_shard(words, parallel, options):
@@ -375,6 +379,9 @@ def test_parallel_sections_are_omitted_without_several_processes(kind, why):
         ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "HALF"}}, "expected true, false, FULL_SHARD"),
         ("FSDP", {"fsdp_config": {"fsdp_offload_params": "maybe"}}, "expected true or false, got 'maybe'"),
         ("FSDP", {"fsdp_config": {"fsdp_auto_wrap_policy": "BIG"}}, "expected SIZE_BASED_WRAP, "),
+        ("FSDP", {"fsdp_config": {"fsdp_ignored_modules": 5}}, "fsdp_config.fsdp_ignored_modules: expected names of modules, or a regular expression, got 5"),
+        ("FSDP", {"fsdp_config": {"fsdp_ignored_modules": True}}, "expected names of modules, or a regular expression, got true"),
+        ("FSDP", {"fsdp_config": {"fsdp_ignored_modules": [1]}}, "expected names of modules, or a regular expression, got [1]"),
         ("FSDP", {"fsdp_config": {"fsdp_min_num_params": 0.5}}, "expected a whole number of at least 1, got 0.5"),
         ("DEEPSPEED", {"deepspeed_config": {"zero_stage": 4}}, "deepspeed_config.zero_stage: expected a whole number from 0 to 3, got 4"),
         ("DEEPSPEED", {"deepspeed_config": {"offload_param_device": "disk"}}, "expected none, cpu or nvme, got 'disk'"),
