@@ -449,7 +449,7 @@ def _read_meaning(config: AccelerateConfig) -> AccelerateConfig:
         config,
         values=values,
         sources={key: texts[name].variable for key in values if (name := key.replace(".", "_")) in texts},
-        ignored={name: _name_keys(reason)[0] for name, reason in translation.ignored.items()},
+        ignored={name: _name_keys(reason, config)[0] for name, reason in translation.ignored.items()},
         precision=_read_precision(config),
         strategy=read_strategy(variables),
     )
@@ -614,21 +614,26 @@ def convert(
     )
 
 
-def _name_keys(text: str) -> tuple[str, str]:
-    """Return a sentence about variables with keys for their names, and the last of these keys with its section."""
-    named = ""
+def _name_keys(text: str, config: AccelerateConfig) -> tuple[str, str]:
+    """Return a sentence about variables with keys for their names, and one of these with its section.
+
+    It is the first that the file has, or else the first of all.
+    """
+    original = text
+    named: list[tuple[bool, str, str]] = []
     for section in launch.SECTIONS:
         for setting in filter(lambda each: each.key and each.variable, section.settings):
             names = {setting.variable: setting.key, variable_name(setting.field): setting.profile_key}
             for name, key in names.items():
-                if re.search(rf"\b{name}\b", text):
-                    text, named = re.sub(rf"\b{name}\b", key, text), f"{section.key}.{setting.key}"
-    return text, named
+                if re.search(rf"\b{name}\b", original):
+                    text = re.sub(rf"\b{name}\b", key, text)
+                    named.append((setting.key not in config.get_section(section), section.key, setting.key))
+    return text, ".".join(min(named, key=lambda each: each[0])[1:]) if named else ""
 
 
 def _locate(error: SettingsError, config: AccelerateConfig, where: str) -> Problem:
     """Return the problem of values that contradict each other."""
-    text, key = _name_keys(str(error))
+    text, key = _name_keys(str(error), config)
     engine = config.engine.section.key if config.engine and config.keeps_engine else ""
     return Problem(where, key or engine or sharding.PARALLELISM.key, text)
 

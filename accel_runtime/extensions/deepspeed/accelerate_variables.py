@@ -62,10 +62,13 @@ def _offloads(read: VariableReader, stage: int) -> dict[str, Equivalent]:
         word, text = read.word(device), read.text(path.variable)
         if word and stage < least:
             read.ignore(device.variable, f"DeepSpeed does not use it in ZeRO stage {stage}")
+            word = ""
         elif word:
             word = "cpu" if word == "nvme" and stage < ZERO_3 else word  # as in DeepSpeed
             settings[device.field] = Equivalent(device.variable, word)
-        if text and word != "nvme" and not read.text(sharding.DEEPSPEED_FILE.variable):
+        # In stage 3, the JSON file may offload to disks.
+        may_offload = stage == ZERO_3 and read.text(sharding.DEEPSPEED_FILE.variable)
+        if text and word != "nvme" and not may_offload:
             read.ignore(path.variable, f"{device.variable} is not nvme, or the ZeRO stage is not 3")
         elif text:
             paths[path.variable] = text

@@ -153,6 +153,35 @@ def test_zero_stages_become_fully_shard(words, parallel, options):
     assert get_sections(import_zero(**words)) == (parallel, options)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_disk_for_parameters_is_left_out_below_stage_3(stage, tmp_path):
+    words = {"offload_param_device": "nvme", "offload_param_nvme_path": "/x"}
+    content = {"zero_optimization": {"stage": stage}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(content))
+    data = {"distributed_type": "DEEPSPEED", "num_processes": 4}
+    in_section = {**data, "deepspeed_config": {"zero_stage": stage, **words}}
+    in_file = {**data, "deepspeed_config": {"deepspeed_config_file": str(file), **words}}
+    for result in (
+        convert(in_section, "x", section="deepspeed"),
+        convert(in_file, "x", content, engine_path=file, section="deepspeed"),
+    ):
+        assert map_reasons(result.left) == {
+            "deepspeed_config.offload_param_device": f"DeepSpeed does not use it in ZeRO stage {stage}",
+            "deepspeed_config.offload_param_nvme_path": "offload_param_device is not nvme, or the ZeRO stage is not 3",
+        }
+        assert not {"offload_param", "nvme_path"} & result.data["deepspeed"].keys()
+
+
+def test_a_contradiction_is_a_problem_of_a_key_that_the_file_has():
+    words = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "none"}
+    data = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": words}
+    with pytest.raises(
+        ProfileError, match=r"deepspeed_config\.offload_param_nvme_path: .*expected a directory"
+    ):
+        convert(data, "x", section="deepspeed")
+
+
 def test_each_key_of_a_deepspeed_file_is_reported():
     result = convert(yaml_io.parse(DEEPSPEED, "x").data, "x")
     mapped, omitted = map_reasons(result.mapped), map_reasons(result.left)

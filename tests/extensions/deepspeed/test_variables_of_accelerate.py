@@ -66,6 +66,16 @@ def file(tmp_path):
             ON | {f"{P}OFFLOAD_OPTIMIZER_DEVICE": "nvme", f"{P}OFFLOAD_OPTIMIZER_NVME_PATH": "/x"},
             DeepSpeed("2", offload_optimizer="cpu"),
         ),
+        (ON | {f"{P}OFFLOAD_PARAM_DEVICE": "nvme", f"{P}OFFLOAD_PARAM_NVME_PATH": "/x"}, DeepSpeed("2")),
+        (
+            ON
+            | {
+                f"{P}ZERO_STAGE": "0",
+                f"{P}OFFLOAD_OPTIMIZER_DEVICE": "nvme",
+                f"{P}OFFLOAD_OPTIMIZER_NVME_PATH": "/x",
+            },
+            DeepSpeed("0"),
+        ),
         (ON | {"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, DeepSpeed("2", gradient_clipping=0.5)),
         (ON | {"ACCELERATE_GRADIENT_CLIPPING": "auto"}, DeepSpeed("2")),
         ({"ACCELERATE_USE_DEEPSPEED": "false", f"{P}ZERO_STAGE": "3"}, DeepSpeed()),
