@@ -96,10 +96,7 @@ def find_strategy(text: str) -> Fsdp1Strategy | None:
 
 
 _STRATEGY_NAMES = tuple(strategy.name.upper() for strategy in STRATEGIES)
-_STRATEGY_WORDS = Choices(
-    ("true", "false", *_STRATEGY_NAMES),
-    {str(number): name for number, name in enumerate(_STRATEGY_NAMES, 1)},
-)
+_STRATEGY_NUMBERS = {str(number): name for number, name in enumerate(_STRATEGY_NAMES, 1)}
 _SECTIONS = "the sections parallel and fully_shard"
 _USE_WRAP = "say wrap: with the names of the classes"
 _USE_DTYPES = "say param_dtype, reduce_dtype and output_dtype"
@@ -112,7 +109,7 @@ SHARDING_STRATEGY = Setting(
     variable="FSDP_SHARDING_STRATEGY",
     launch_default="FULL_SHARD",
     argument="sharding_strategy",
-    values=_STRATEGY_WORDS,
+    values=Choices(_STRATEGY_NAMES, _STRATEGY_NUMBERS),
     instead="say reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP), with dp_replicate for the hybrid ones; "
     "dp_shard: 1 is NO_SHARD",
 )
@@ -121,7 +118,7 @@ RESHARD_AFTER_FORWARD = Setting(
     variable="FSDP_RESHARD_AFTER_FORWARD",
     launch_default="true",
     argument="reshard_after_forward",
-    values=_STRATEGY_WORDS,
+    values=Choices(("true", "false", *_STRATEGY_NAMES), _STRATEGY_NUMBERS),
     profile_key="fully_shard.reshard_after_forward",
 )
 CPU_OFFLOAD = Setting(

@@ -333,12 +333,12 @@ def _sharding(read: VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str
 
 def _strategy(read: VariableReader) -> tuple[str, Fsdp1Strategy]:
     """Return the variable that has FSDP1's sharding strategy, and the strategy."""
-    name = sharding.RESHARD_AFTER_FORWARD.variable
-    text = read.environ.get(name, "").lower()
+    setting = sharding.RESHARD_AFTER_FORWARD
+    text = read.environ.get(setting.variable, "").lower()
     is_strategy = text in {strategy.name for strategy in sharding.STRATEGIES}
     if read.text(sharding.VERSION.variable) != "2" and not is_strategy:
-        name = sharding.SHARDING_STRATEGY.variable
-        strategy = sharding.find_strategy(read.text(name).lower() or "full_shard")
+        setting = sharding.SHARDING_STRATEGY
+        strategy = sharding.find_strategy(read.text(setting.variable).lower() or "full_shard")
     elif text in TRUE | {""}:
         strategy = sharding.find_strategy("full_shard")
     elif text in _UNSET:
@@ -346,9 +346,12 @@ def _strategy(read: VariableReader) -> tuple[str, Fsdp1Strategy]:
     else:
         strategy = sharding.find_strategy(text) if is_strategy else None
     if strategy is None:
+        words = "true, false or one of" if setting is sharding.RESHARD_AFTER_FORWARD else "one of"
         names = ", ".join(strategy.name for strategy in sharding.STRATEGIES).upper()
-        raise SettingsError(f"Invalid {name} {read.environ[name]!r}: expected true, false or one of {names}.")
-    return name, strategy
+        raise SettingsError(
+            f"Invalid {setting.variable} {read.environ[setting.variable]!r}: expected {words} {names}."
+        )
+    return setting.variable, strategy
 
 
 def read_strategy(environ: Mapping[str, str]) -> Fsdp1Strategy:

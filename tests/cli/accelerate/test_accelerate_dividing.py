@@ -405,7 +405,9 @@ def test_parallel_sections_are_omitted_without_several_processes(kind, why):
     ("kind", "section", "expected"),
     [
         ("FSDP", {"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: expected a whole number from 1 to 2, got 3"),
-        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "HALF"}}, "expected true, false, FULL_SHARD"),
+        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": "HALF"}}, "expected FULL_SHARD, SHARD_GRAD_OP, "),
+        ("FSDP", {"fsdp_config": {"fsdp_sharding_strategy": True}}, "fsdp_config.fsdp_sharding_strategy: expected FULL_SHARD, "),
+        ("FSDP", {"fsdp_config": {"fsdp_reshard_after_forward": "HALF"}}, "expected true, false, FULL_SHARD, "),
         ("FSDP", {"fsdp_config": {"fsdp_offload_params": "maybe"}}, "expected true or false, got 'maybe'"),
         ("FSDP", {"fsdp_config": {"fsdp_auto_wrap_policy": "BIG"}}, "expected SIZE_BASED_WRAP, "),
         ("FSDP", {"fsdp_config": {"fsdp_ignored_modules": 5}}, "fsdp_config.fsdp_ignored_modules: expected names of modules, or a regular expression, got 5"),

@@ -159,7 +159,11 @@ def test_a_supported_variable_of_accelerate_changes_its_setting(environ, setting
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "four"}, "'four': expected a whole number"),
         (
             FSDP | {"FSDP_SHARDING_STRATEGY": "SOME"},
-            "Invalid FSDP_SHARDING_STRATEGY 'SOME': expected true, false or one of",
+            "Invalid FSDP_SHARDING_STRATEGY 'SOME': expected one of FULL_SHARD, SHARD_GRAD_OP, ",
+        ),
+        (
+            FSDP | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "SOME"},
+            "Invalid FSDP_RESHARD_AFTER_FORWARD 'SOME': expected true, false or one of FULL_SHARD, ",
         ),
         (
             FSDP | {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "a b"},
