@@ -89,7 +89,7 @@ KEPT: Mapping[Setting, KeyRule] = {
     sharding.OFFLOAD_OPTIMIZER_DEVICE: KeyRule(
         _convert_optimizer_device, off=(*EMPTY, *sharding.OFFLOAD_OPTIMIZER_DEVICE.off)
     ),
-    sharding.ZERO3_INIT: KeyRule(_convert_zero3_init, off=EMPTY),
+    sharding.ZERO3_INIT: KeyRule(_convert_zero3_init, off=(*EMPTY, *sharding.ZERO3_INIT.off)),
     sharding.SAVE_16BIT_MODEL: same("accelerator.save_model() gathers the weights anyway"),
     sharding.MOE_CLASSES: drop("call DeepSpeedPlugin.set_moe_leaf_modules in the script"),
     sharding.DEEPSPEED_FILE: _FILE,

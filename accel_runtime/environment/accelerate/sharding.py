@@ -393,6 +393,7 @@ SAVE_16BIT_MODEL = Setting(
 ZERO3_INIT = Setting(
     "zero3_init_flag",
     variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    off=("0",),
     profile_key="deepspeed.zero3_init",
     reason=_META_DEVICE,
 )

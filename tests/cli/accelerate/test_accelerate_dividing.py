@@ -173,6 +173,17 @@ def test_a_disk_for_parameters_is_left_out_below_stage_3(stage, tmp_path):
         assert not {"offload_param", "nvme_path"} & result.data["deepspeed"].keys()
 
 
+@pytest.mark.parametrize("section", ["fully_shard", "deepspeed"])
+@pytest.mark.parametrize("value", [0, "0", False, "no"])
+def test_a_zero3_init_flag_that_is_off_is_off_in_accel_as_well(section, value):
+    words = {"zero_stage": 3, "zero3_init_flag": value}
+    data = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": words}
+    result = convert(data, "x", section=section)
+    assert result.left == ()
+    assert map_reasons(result.mapped)["deepspeed_config.zero3_init_flag"] == "off in accel as well"
+    assert "zero3_init" not in result.data.get("deepspeed", {})
+
+
 def test_a_contradiction_is_a_problem_of_a_key_that_the_file_has():
     words = {"zero_stage": 3, "offload_param_device": "nvme", "offload_param_nvme_path": "none"}
     data = {"distributed_type": "DEEPSPEED", "num_processes": 4, "deepspeed_config": words}
