@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +168,12 @@ def _find_strategy(word: str) -> Fsdp1Strategy | None:
     return sharding.find_strategy({"true": "full_shard", "false": "shard_grad_op"}.get(text, text))
 
 
-def _convert_strategy(word: str, config: AccelerateConfig) -> Answer:
-    """Convert `sharding_strategy` of FSDP1 or `reshard_after_forward` of FSDP2."""
+def _convert_strategy(version: int, word: str, config: AccelerateConfig) -> Answer:
+    """Convert the key that has the strategy with a version of FSDP."""
     if config.distributed_type != sharding.FSDP.distributed_type:
         return dropped(config.explain_unused(sharding.FSDP.key))
     if _find_strategy(word) != config.strategy:
-        return dropped("sharding_strategy or reshard_after_forward takes precedence")
+        return dropped(f"Accelerate uses it with {sharding.VERSION.key}: {version} only")
     if not config.strategy.shards:
         return Answer("models are replicated")
     is_hybrid = config.strategy.is_hybrid and config.num_machines > 1
@@ -227,8 +228,8 @@ _CONVERTED: Mapping[Setting, KeyRule] = {
     launch.MAIN_TRAINING_FUNCTION: KeyRule(_convert_function),
     launch.TPU_ENV: KeyRule(_convert_tpu_env, off=EMPTY),
     sharding.VERSION: KeyRule(lambda *_: Answer("accel uses FSDP2 (fully_shard)")),
-    sharding.SHARDING_STRATEGY: KeyRule(_convert_strategy),
-    sharding.RESHARD_AFTER_FORWARD: KeyRule(_convert_strategy),
+    sharding.SHARDING_STRATEGY: KeyRule(partial(_convert_strategy, 1)),
+    sharding.RESHARD_AFTER_FORWARD: KeyRule(partial(_convert_strategy, 2)),
     sharding.AUTO_WRAP_POLICY: KeyRule(_convert_wrap_policy),
     **{setting: _wrap_with(setting) for setting in (sharding.TRANSFORMER_CLS, sharding.MIN_NUM_PARAMS)},
     sharding.IGNORED_MODULES: KeyRule(_convert_ignored_modules, off=EMPTY),
@@ -468,6 +469,9 @@ def _select_keys(config: AccelerateConfig) -> dict[str, Any]:
             # A regular expression, which is left out.
             and not (each is sharding.IGNORED_MODULES and isinstance(values[each.key], str))
         }
+    fsdp = data[sharding.FSDP.key]
+    if fsdp.get(sharding.VERSION.key, 1) == 1 and sharding.SHARDING_STRATEGY.key in fsdp:
+        fsdp.pop(sharding.RESHARD_AFTER_FORWARD.key, None)  # Accelerate does not use it either
     tp = config.get_section(sharding.TP).get(sharding.TP_CONFIG_SIZE.key, 1)
     sizes, name = data[sharding.PARALLELISM.key], sharding.MESH_SIZES[2].key
     if tp > 1:

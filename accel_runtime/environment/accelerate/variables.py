@@ -332,13 +332,18 @@ def _sharding(read: VariableReader, sizes: Mapping[str, Equivalent]) -> dict[str
 
 
 def _strategy(read: VariableReader) -> tuple[str, Fsdp1Strategy]:
-    """Return the variable that has FSDP1's sharding strategy, and the strategy."""
+    """Return the variable that has FSDP1's sharding strategy, and the strategy.
+
+    With version 1, Accelerate uses `FSDP_SHARDING_STRATEGY`, and its wizard writes the strategy under the name of version 2,
+    which counts here unless both are set. Its launcher always sets the first one, so its default is taken as unset.
+    """
     setting = sharding.RESHARD_AFTER_FORWARD
     text = read.environ.get(setting.variable, "").lower()
     is_strategy = text in {strategy.name for strategy in sharding.STRATEGIES}
-    if read.text(sharding.VERSION.variable) != "2" and not is_strategy:
-        setting = sharding.SHARDING_STRATEGY
-        strategy = sharding.find_strategy(read.text(setting.variable).lower() or "full_shard")
+    default = sharding.STRATEGIES[0].name
+    of_version1 = read.text(sharding.SHARDING_STRATEGY.variable).lower() or default
+    if read.text(sharding.VERSION.variable) != "2" and (not is_strategy or of_version1 != default):
+        setting, strategy = sharding.SHARDING_STRATEGY, sharding.find_strategy(of_version1)
     elif text in TRUE | {""}:
         strategy = sharding.find_strategy("full_shard")
     elif text in _UNSET:

@@ -58,6 +58,8 @@ def test_an_fsdp2_file_is_converted_completely():
         ({"version": 1, "sharding_strategy": "FULL_SHARD"}, {"dp_shard": "auto"}, {}),
         ({"version": 1, "sharding_strategy": 2}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
         ({"version": 1, "reshard_after_forward": "SHARD_GRAD_OP"}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
+        ({"version": 1, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": "SHARD_GRAD_OP"}, {"dp_shard": "auto"}, {}),
+        ({"sharding_strategy": 2, "reshard_after_forward": "FULL_SHARD"}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
         ({"version": 2, "reshard_after_forward": False}, {"dp_shard": "auto"}, {"reshard_after_forward": False}),
         ({"version": 2, "sharding_strategy": "NO_SHARD"}, {"dp_shard": "auto"}, {}),
         ({"sharding_strategy": "NO_SHARD", "offload_params": True}, {}, {}),
@@ -77,6 +79,20 @@ def test_an_fsdp2_file_is_converted_completely():
 )  # fmt: skip
 def test_fsdp_options_become_fully_shard(words, parallel, options):
     assert get_sections(import_fsdp(**words)) == (parallel, options)
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "version"),
+    [
+        ({"reshard_after_forward": False}, "reshard_after_forward", 2),
+        ({"version": 1, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": "NO_SHARD"}, "reshard_after_forward", 2),
+        ({"version": 2, "sharding_strategy": "NO_SHARD"}, "sharding_strategy", 1),
+        ({"version": 2, "sharding_strategy": "FULL_SHARD", "reshard_after_forward": False}, "sharding_strategy", 1),
+    ],
+)  # fmt: skip
+def test_the_strategy_of_the_other_version_is_left_out(words, left, version):
+    reason = f"Accelerate uses it with fsdp_version: {version} only"
+    assert map_reasons(import_fsdp(**words).left) == {f"fsdp_config.fsdp_{left}": reason}
 
 
 def test_hybrid_sharding_becomes_one_replica_for_each_node():

@@ -88,6 +88,7 @@ def read_changed_settings(environ):
             FSDP | {"FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"},
             SHARDED | {"fully_shard_reshard_after_forward": False},
         ),
+        (FSDP | {"FSDP_SHARDING_STRATEGY": "NO_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "SHARD_GRAD_OP"}, {}),
         (
             FSDP | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
             SHARDED | {"fully_shard_reshard_after_forward": False},
