@@ -14,6 +14,7 @@ import re
 import shlex
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -40,6 +41,7 @@ __all__ = [
     "read_pickle",
     "refuse_sharded",
     "rewrite_file",
+    "trusts_names",
     "write_object",
 ]
 
@@ -428,37 +430,66 @@ _STAND_INS_BY_NAME: Mapping[str, Callable[..., Any]] = {
     **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), _scalar),
 }
 _STAND_INS: tuple[Any, ...] = tuple((stand_in, name) for name, stand_in in _STAND_INS_BY_NAME.items())
+_TRUST = threading.RLock()
+"""Held while the names that torch trusts, which all threads share, are others than those of the script."""
+_OF_TORCH = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
+"""Modules whose import makes torch trust names in them."""
+_MAX_NAMES = 200
+"""Most names in a file that get a stand-in; the time that torch needs grows with their square."""
+
+
+def trusts_names() -> bool:
+    """Return whether torch trusts names beyond those that it adds itself when it is imported."""
+    with _TRUST:
+        return any(
+            isinstance(entry, tuple) or not _qualified_name(entry).startswith(_OF_TORCH)
+            for entry in torch.serialization.get_safe_globals()
+        )
 
 
 @contextmanager
 def _stand_ins(
     file: str | os.PathLike[str] | BinaryIO, replace: Callable[[str], Any] | None
 ) -> Iterator[None]:
-    """Let torch use the stand-ins instead of trusted names of NumPy, and with `replace` instead of all names."""
-    trusted = torch.serialization.get_safe_globals()
-    replaced = [entry for entry in trusted if replace or _qualified_name(entry) in _STAND_INS_BY_NAME]
-    if replaced:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([entry for entry in trusted if entry not in replaced])
-    try:
-        with torch.serialization.safe_globals(list(_STAND_INS)):
-            names = _list_names(file) if replace else ()
-            with torch.serialization.safe_globals([(replace(name), name) for name in names if replace]):
-                yield
-    finally:
-        torch.serialization.add_safe_globals(replaced)
+    """Let torch use the stand-ins instead of trusted names of NumPy, and with `replace` instead of all names.
+
+    One thread at a time.
+    """
+    with _TRUST:
+        trusted = torch.serialization.get_safe_globals()
+        replaced = [entry for entry in trusted if replace or _qualified_name(entry) in _STAND_INS_BY_NAME]
+        if replaced:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals([entry for entry in trusted if entry not in replaced])
+        try:
+            with torch.serialization.safe_globals(list(_STAND_INS)):
+                names = _list_names(file) if replace else ()
+                with torch.serialization.safe_globals([(replace(name), name) for name in names if replace]):
+                    yield
+        finally:
+            torch.serialization.add_safe_globals(replaced)
 
 
 def _list_names(file: str | os.PathLike[str] | BinaryIO) -> list[str]:
-    """Return the names in a file that torch does not admit; none of a file in the format of torch before 1.6."""
+    """Return the names in a file that torch does not admit; none of a file in the format of torch before 1.6.
+
+    Raises:
+        CheckpointError: There are more than 200.
+    """
     with Path(file).open("rb") if isinstance(file, (str, os.PathLike)) else nullcontext(file) as opened:
         first = opened.tell()
         try:
             is_archive = opened.read(4) == b"PK\3\4"
             opened.seek(first)
-            return torch.serialization.get_unsafe_globals_in_checkpoint(opened) if is_archive else []
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(opened) if is_archive else []
         finally:
             opened.seek(first)
+        if len(names) > _MAX_NAMES:
+            raise CheckpointError(
+                f"{getattr(opened, 'name', 'the open file')} cannot be read: it names {len(names)} classes and functions, more than "
+                f"{_MAX_NAMES}"
+            )
+        return names
 
 
 def _qualified_name(entry: Any) -> str:

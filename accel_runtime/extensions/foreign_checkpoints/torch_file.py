@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from accel_runtime.export.objects import check_archive, read_pickle
+from accel_runtime.export.objects import check_archive, read_pickle, trusts_names
 from accel_runtime.foundation.torch_internals import open_file_part
 from accel_runtime.storage.errors import CheckpointError
 
@@ -67,21 +67,26 @@ class EmbeddedFile:
 
     def read_tensor(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the content, a tensor, in row-major order; several threads may call it."""
+        # torch would call a function that a script trusts. With stand-ins, threads wait for each other.
+        tensor: Any = self.read() if trusts_names() else self._read_without_stand_ins()
+        if not is_plain_tensor(tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+            raise CheckpointError(
+                f"{self.file} is damaged: at {self.start} it has no {dtype} tensor of shape {list(shape)}"
+            )
+        contiguous: torch.Tensor = tensor.detach().contiguous()
+        return contiguous
+
+    def _read_without_stand_ins(self) -> Any:
         try:
             with open_file_part(self.file, self.start, self.length) as part:
                 check_archive(part)
-                tensor: torch.Tensor = torch.load(part, map_location="cpu", weights_only=True)
+                return torch.load(part, map_location="cpu", weights_only=True)
         except (CheckpointError, OSError):
             raise
         except Exception as error:
             raise CheckpointError(
                 f"{self.file} cannot be read: it was not written by torch.save, or is damaged"
             ) from error
-        if not is_plain_tensor(tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-            raise CheckpointError(
-                f"{self.file} is damaged: at {self.start} it has no {dtype} tensor of shape {list(shape)}"
-            )
-        return tensor.detach().contiguous()
 
 
 def is_plain_tensor(value: Any) -> bool:

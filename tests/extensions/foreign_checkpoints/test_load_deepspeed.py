@@ -9,6 +9,8 @@ import os
 import pickle
 import shutil
 import sys
+import threading
+import time
 import zipfile
 from collections import defaultdict, deque
 from pathlib import Path
@@ -24,10 +26,11 @@ from torch import nn
 from accel_cli.commands import checkpoint_operations
 from accel_cli.errors import AccelError, UsageError
 from accel_runtime import Accelerator
+from accel_runtime.export.objects import read_pickle
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_manifest import open_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.folders import is_deepspeed_checkpoint
 from accel_runtime.extensions.foreign_checkpoints.manifest_builder import iterate_regions
-from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, read_torch_file
+from accel_runtime.extensions.foreign_checkpoints.torch_file import EmbeddedFile, Unknown, read_torch_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.formats import find_format
 from accel_runtime.storage.tensor_file import MergeRequest
@@ -383,14 +386,81 @@ def test_reading_runs_no_code_and_keeps_what_it_cannot_build(tmp_path, is_truste
     hostile = Hostile(shutil.copyfile, str(path), str(target))
     content = {"weight": torch.arange(6.0).view(2, 3), "hostile": hostile, "module": pickle.Unpickler}
     torch.save(content, path)
+    chunk = tmp_path / "chunk"
+    torch.save(hostile, chunk)
     with torch.serialization.safe_globals([shutil.copyfile] if is_trusted else []):
         trusted = set(torch.serialization.get_safe_globals())
         read = read_torch_file(path)
         assert set(torch.serialization.get_safe_globals()) == trusted
+        with pytest.raises(CheckpointError, match=r"chunk (cannot be read|is damaged)"):
+            EmbeddedFile(chunk, 0, chunk.stat().st_size).read_tensor(torch.float32, (2, 3))
     assert not target.exists()
     assert isinstance(read["hostile"], Unknown)
     assert issubclass(read["module"], Unknown)
     assert torch.equal(read["weight"], content["weight"])
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_chunk_is_read_also_if_a_script_trusts_a_name(tmp_path, is_trusted):
+    path, tensor = tmp_path / "chunk", torch.arange(6.0).view(2, 3)
+    torch.save(tensor, path)
+    with torch.serialization.safe_globals([shutil.copyfile] if is_trusted else []):
+        read = EmbeddedFile(path, 0, path.stat().st_size).read_tensor(torch.float32, (2, 3))
+    assert torch.equal(read, tensor)
+
+
+def test_threads_wait_for_each_other_only_if_a_script_trusts_a_name():
+    text = (
+        "import torch._dynamo, torch.distributed.checkpoint, torch.distributed.tensor\n"
+        "from accel_runtime.export.objects import trusts_names\n"
+        "assert torch.serialization.get_safe_globals() and not trusts_names()\n"
+        "torch.serialization.add_safe_globals([(int, 'x.y')])\n"
+        "assert trusts_names()"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", text]) == 0
+
+
+def test_threads_read_files_one_after_another_and_leave_no_name_trusted(tmp_path):
+    torch.save({"arguments": SimpleNamespace(lr=0.1)}, tmp_path / "file.pt")
+    together, most, failures = [], [], []
+
+    def build(name):
+        together.append(name)
+        most.append(len(together))
+        time.sleep(0.02)
+        together.pop()
+        return type("Arguments", (Unknown,), {"name": name, "__slots__": ()})
+
+    def read():
+        try:
+            read_pickle(tmp_path / "file.pt", replace=build)
+        except CheckpointError as error:
+            failures.append(error)
+
+    trusted = set(torch.serialization.get_safe_globals())
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert most == [1, 1, 1, 1]
+    assert set(torch.serialization.get_safe_globals()) == trusted
+
+
+def test_a_file_with_more_names_than_any_program_writes_is_refused(tmp_path):
+    path = tmp_path / "file.pt"
+    torch.save([1], path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    names = b"".join(b"cmodule\nname_%d\n" % index for index in range(201))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, b"\x80\x02](" + names + b"e." if name.endswith("data.pkl") else data)
+    with pytest.raises(
+        CheckpointError, match=r"file.pt cannot be read: it names 201 classes and functions, more than 200"
+    ):
+        read_torch_file(path)
 
 
 def test_a_function_of_the_operating_system_makes_a_file_unreadable(tmp_path):
