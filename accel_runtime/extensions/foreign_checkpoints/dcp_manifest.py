@@ -110,7 +110,9 @@ def open_dcp_checkpoint(
         manifest = builder.build((first / METADATA).stat().st_mtime)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder} cannot be read as a checkpoint of {FORMAT}: {type(error).__name__}: {error}"
         ) from error

@@ -190,6 +190,10 @@ def _join_shards(
     """Return a tensor that is cut into equal parts, of which the last ones are filled up."""
     remaining, parts = math.prod(shape), []
     for fragment in fragments:
+        if not fragment.is_contiguous():
+            raise CheckpointError(
+                f"{file} or that of another rank has {name} in another order of its elements"
+            )
         parts.append(fragment.view(-1)[:remaining])
         remaining -= parts[-1].numel()
     if remaining:
@@ -408,7 +412,11 @@ def _take(
     for rank, start, length in places:
         shard = shards[rank]
         tensor = shard.weights[part] if key is None else shard.moments[part][key]
-        if not tensor.is_contiguous or start + length > tensor.numel():
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{shard.file} has {key or 'the weights'} in group {part} in another order of their elements"
+            )
+        if start + length > tensor.numel():
             raise CheckpointError(
                 f"{shard.file} has {tensor.numel()} elements of {key or 'the weights'} in group {part}, too few"
             )

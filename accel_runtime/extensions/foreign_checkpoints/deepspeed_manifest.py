@@ -41,13 +41,16 @@ def open_deepspeed_checkpoint(
             for file in sorted(path.absolute().rglob("*.pt")):
                 builder.add_file(file)
         modified = (folders[0] / engines[0].model_file).stat().st_mtime
+        manifest = builder.build(engines[0], modified)
     except OSError as error:
         raise CheckpointError(f"{error.filename or folder} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise CheckpointError(
             f"{folder} cannot be read as a checkpoint of DeepSpeed: {type(error).__name__}: {error}"
         ) from error
-    return builder.open(adapt(builder.build(engines[0], modified)))
+    return builder.open(adapt(manifest))
 
 
 class _EngineManifest(ManifestBuilder):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from accel_runtime.extensions.foreign_checkpoints.deepspeed_folder import TensorParts
-from accel_runtime.extensions.foreign_checkpoints.torch_file import Unknown, is_plain_tensor
+from accel_runtime.extensions.foreign_checkpoints.torch_file import MappedFile, Unknown, is_plain_tensor
 from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.storage.directory import open_folder
@@ -40,6 +40,8 @@ class ManifestBuilder:
     files: dict[str, FileEntry] = field(default_factory=dict)
     sources: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     """Functions that return a contiguous tensor, by the name that chunks have as that of their file."""
+    mapped: dict[str, MappedFile] = field(default_factory=dict)
+    """Files that are the memory of these tensors, by the same name."""
     count: int = 0
 
     def encode(self, value: Any, item: str, path: str) -> Any:
@@ -96,6 +98,8 @@ class ManifestBuilder:
                 raise CheckpointError(f"{name} of {self.root} is not contiguous, and cannot be read in parts")
             file, size = f"{name}:{index}", part.element_size()
             self.sources[file] = partial(_get_first, part)
+            if mapped := MappedFile.find(part):
+                self.mapped[file] = mapped
             for offset, offsets, sizes in iterate_regions(tensor.shape, start, part.numel()):
                 begin, length = (offset - start) * size, math.prod(sizes) * size
                 chunks.append(Chunk(file, begin, length, "", offsets, sizes))
@@ -112,16 +116,21 @@ class ManifestBuilder:
     def open(self, manifest: Manifest) -> FileSnapshot:
         """Return the open checkpoint, with this manifest or one that was made from it."""
         folder = open_folder(self.root, FileSystem())
-        return _TensorSnapshot(Checkpoint(os.fspath(self.root), manifest), folder, self.sources)
+        return _TensorSnapshot(Checkpoint(os.fspath(self.root), manifest), folder, self.sources, self.mapped)
 
 
 class _TensorSnapshot(FileSnapshot):
     """An open folder whose chunks are bytes of tensors, which torch reads."""
 
     def __init__(
-        self, checkpoint: Checkpoint, folder: int, sources: Mapping[str, Callable[[], torch.Tensor]]
+        self,
+        checkpoint: Checkpoint,
+        folder: int,
+        sources: Mapping[str, Callable[[], torch.Tensor]],
+        mapped: Mapping[str, MappedFile],
     ) -> None:
         super().__init__(checkpoint, folder)
+        self._mapped = mapped
         self._sources, self._newest = sources, threading.local()
 
     def get_range(self, name: str, start: int, buffer: memoryview) -> int:
@@ -129,6 +138,8 @@ class _TensorSnapshot(FileSnapshot):
         if getattr(self._newest, "name", None) != name:
             self._newest.tensor = None  # its memory is free before the next one is read
             self._newest.tensor, self._newest.name = self._sources[name](), name
+        if name in self._mapped:
+            self._mapped[name].check()
         part = tensor_bytes(self._newest.tensor)[start : start + len(buffer)]
         buffer[: len(part)] = part
         return len(part)

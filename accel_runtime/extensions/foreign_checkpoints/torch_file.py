@@ -18,7 +18,7 @@ from accel_runtime.export.objects import check_archive, read_pickle, trusts_name
 from accel_runtime.foundation.torch_internals import open_file_part
 from accel_runtime.storage.errors import CheckpointError
 
-__all__ = ["EmbeddedFile", "Unknown", "is_plain_tensor", "read_torch_file"]
+__all__ = ["EmbeddedFile", "MappedFile", "Unknown", "is_plain_tensor", "read_torch_file"]
 
 
 class Unknown:
@@ -41,6 +41,52 @@ class Unknown:
         return self.state if isinstance(self.state, dict) else {}
 
 
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that is the memory of tensors: the process is killed if it reads one after the file was truncated."""
+
+    path: Path
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def read(cls, path: Path) -> MappedFile:
+        """Return the present state of a file."""
+        status = path.stat()
+        return cls(path, status.st_size, status.st_mtime_ns)
+
+    def mark(self, content: Any) -> None:
+        """Make `find` return this file for the tensors in a content of dicts, lists and tuples, and for their views."""
+        done: set[int] = set()
+        opened = [content]
+        while opened:
+            item = opened.pop()
+            if isinstance(item, torch.Tensor):
+                if item.layout == torch.strided and item.device.type == "cpu":
+                    # torch keeps this object as long as the memory.
+                    vars(item.untyped_storage())[_MAPPED] = self
+            elif isinstance(item, (dict, list, tuple)) and id(item) not in done:
+                done.add(id(item))
+                opened += item.values() if isinstance(item, dict) else item
+
+    @staticmethod
+    def find(tensor: torch.Tensor) -> MappedFile | None:
+        """Return the file that is the memory of a tensor; None if it is in memory."""
+        file: MappedFile | None = vars(tensor.untyped_storage()).get(_MAPPED)
+        return file
+
+    def check(self) -> None:
+        """Raise `CheckpointError` if the file is no longer what it was."""
+        now = MappedFile.read(self.path)
+        if now != self:
+            change = "truncated" if now.size < self.size else "changed"
+            raise CheckpointError(f"{self.path} was {change} while it was read")
+
+
+_MAPPED = "accel_mapped_file"
+"""Attribute of the memory of tensors."""
+
+
 def read_torch_file(path: Path) -> Any:
     """Return the content of a file of `torch.save`; the memory of its tensors is the file.
 
@@ -48,7 +94,12 @@ def read_torch_file(path: Path) -> Any:
         CheckpointError: The file is missing, damaged, or not in torch's format.
     """
     # torch cannot map files in its format before 1.6.
-    return read_pickle(path, mmap=zipfile.is_zipfile(path), replace=_build_stand_in)
+    if not zipfile.is_zipfile(path):
+        return read_pickle(path, replace=_build_stand_in)
+    file = MappedFile.read(path)
+    content = read_pickle(path, mmap=True, replace=_build_stand_in)
+    file.mark(content)
+    return content
 
 
 @dataclass(frozen=True)

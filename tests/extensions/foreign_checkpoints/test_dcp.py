@@ -28,7 +28,7 @@ from accel_cli.commands.checkpoint_operations import show_checkpoint
 from accel_cli.errors import AccelError
 from accel_cli.extensions.foreign_checkpoints.dcp import import_dcp
 from accel_runtime import Accelerator
-from accel_runtime.extensions.foreign_checkpoints import dcp_export
+from accel_runtime.extensions.foreign_checkpoints import dcp_export, dcp_manifest
 from accel_runtime.extensions.foreign_checkpoints.dcp_export import DcpRequest, write_dcp_folder
 from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
 from accel_runtime.storage.errors import CheckpointError, RequestError
@@ -584,6 +584,18 @@ def test_a_damaged_folder_is_named_with_the_reason(tmp_path, change, problem):
         import_(tmp_path / "dcp", tmp_path / "checkpoint")
     assert problem in str(error.value)
     assert not list(tmp_path.glob("*checkpoint*"))
+
+
+def test_an_error_of_torch_is_an_error_of_the_folder(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("an error of torch")
+
+    save_nested(tmp_path / "dcp")
+    monkeypatch.setattr(dcp_manifest, "_find_contents", fail)
+    with pytest.raises(
+        CheckpointError, match=r"as a checkpoint of torch\.distributed\.checkpoint: RuntimeError"
+    ):
+        dcp_manifest.open_dcp_checkpoint(tmp_path / "dcp")
 
 
 def test_an_existing_target_is_refused_and_kept(tmp_path):

@@ -33,7 +33,7 @@ from accel_runtime.extensions.foreign_checkpoints.manifest_builder import iterat
 from accel_runtime.extensions.foreign_checkpoints.torch_file import EmbeddedFile, Unknown, read_torch_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.formats import find_format
-from accel_runtime.storage.tensor_file import MergeRequest
+from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
 
@@ -309,6 +309,55 @@ def test_a_damaged_or_unsupported_folder_is_refused_by_name(case, change, messag
     with pytest.raises(CheckpointError, match=message):
         run.accelerator.load_state(folder)
     assert same(run.read(), before)
+
+
+@pytest.mark.parametrize(("size", "change"), [(4096, "truncated"), (None, "changed")])
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, size, change):
+    folder = copy("stage3-sub-groups", tmp_path)
+    file = next(folder.rglob("*rank_1_*optim_states.pt"))
+    with open_deepspeed_checkpoint(folder) as snapshot:
+        os.truncate(file, file.stat().st_size + 1 if size is None else size)
+        with pytest.raises(CheckpointError, match=f"{file.name} was {change} while it was read"):
+            merge_tensors(snapshot, tmp_path / "model.safetensors", MergeRequest())
+
+
+def write_stage3(folder, module, flat, **more):
+    folder.mkdir()
+    torch.save(
+        {"module": module, "param_shapes": [{"w": torch.Size([3, 4])}], **more},
+        folder / "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    )
+    inner = {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]}
+    state = {
+        "zero_stage": 3,
+        "fp32_flat_groups": [flat],
+        "partition_count": 1,
+        "optimizer_state_dict": inner,
+    }
+    torch.save({"optimizer_state_dict": state}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def test_parts_in_another_order_of_their_elements_are_refused(tmp_path):
+    transposed, empty = torch.arange(12.0).view(3, 4).t(), torch.empty(0)
+    write_stage3(tmp_path / "weights", {"w": empty}, transposed)
+    with pytest.raises(
+        CheckpointError, match="has the weights in group 0 in another order of their elements"
+    ):
+        open_deepspeed_checkpoint(tmp_path / "weights")
+    frozen = {
+        "frozen_param_shapes": {"f": torch.Size([3, 4])},
+        "frozen_param_fragments": {"f": transposed},
+    }
+    write_stage3(tmp_path / "frozen", {"w": empty, "f": empty}, torch.arange(12.0), **frozen)
+    with pytest.raises(CheckpointError, match="has f in another order of its elements"):
+        open_deepspeed_checkpoint(tmp_path / "frozen")
+
+
+def test_an_error_of_torch_is_an_error_of_the_folder(tmp_path):
+    more = {"shared_params": torch.ones(2)}  # neither true nor false
+    write_stage3(tmp_path / "folder", {"w": torch.empty(0)}, torch.arange(12.0), **more)
+    with pytest.raises(CheckpointError, match="cannot be read as a checkpoint of DeepSpeed: RuntimeError"):
+        open_deepspeed_checkpoint(tmp_path / "folder")
 
 
 def test_the_tag_in_latest_is_loaded_and_a_missing_one_is_named(tmp_path):
