@@ -186,8 +186,11 @@ def merge_fsdp_weights(
     try:
         if state.is_main_process:
             refuse_url(output_path, "merge_fsdp_weights")
+            # A path without a trailing slash, since its last name is the number of the model.
             source = (
-                normalize_location(checkpoint_dir) if is_url(checkpoint_dir) else os.fspath(checkpoint_dir)
+                normalize_location(checkpoint_dir)
+                if is_url(checkpoint_dir)
+                else os.fspath(Path(checkpoint_dir))
             )
             checkpoint = _merge(source, Path(output_path))
             if remove_checkpoint_dir and is_url(checkpoint):
