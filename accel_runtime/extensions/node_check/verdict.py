@@ -105,10 +105,12 @@ def find_broken_pairs(records: Records, absent: Collection[int]) -> dict[tuple[i
 def _judge_connections(records: Records) -> Iterator[NodeFinding]:
     """Yield the nodes that have the most broken pairs; of a pair of which neither has more, the one of the higher rank."""
     broken = find_broken_pairs(records, records.silent.keys() | records.failures.keys())
+    # Every node has a record of the collective of all ranks.
+    of_all = [link for link in records.links if link.error and len(link.nodes) > 2]  # noqa: PLR2004 - more than a pair
+    if of_all and not broken:
+        text = f"a collective of all ranks failed: {of_all[0].error}"
+        yield NodeFinding(of_all[0].nodes[0], "note", text, "reach")
     for link in records.links:
-        if link.error and len(link.nodes) > 2 and not broken:  # noqa: PLR2004 - more than a pair
-            text = f"a collective of all ranks failed: {link.error}"
-            yield NodeFinding(link.nodes[0], "note", text, "reach")
         if link.error and len(link.nodes) == 1:
             text = f"a collective of its ranks failed: {link.error}"
             yield NodeFinding(link.nodes[0], "bad", text, "reach")

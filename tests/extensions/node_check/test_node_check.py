@@ -193,6 +193,16 @@ def test_nodes_without_an_answer_are_bad_and_their_partners_are_not():
     assert finding.text == "did not answer within 20 s: a collective did not end"
 
 
+def test_a_failed_collective_of_all_ranks_is_noted_once():
+    records = build_records(3)
+    for node in range(3):
+        links = (*records.nodes[node].links, Link((0, 1, 2), error="timed out"))
+        records = change_node(records, node, links=links)
+    (finding,) = judge(records)
+    assert (finding.node, finding.severity) == (0, "note")
+    assert finding.text == "a collective of all ranks failed: timed out"
+
+
 def test_a_link_with_a_higher_latency_is_noted():
     records = change_links(
         build_records(4), lambda link: replace(link, latency_s=5e-3) if 3 in link.nodes else link
