@@ -50,7 +50,7 @@ def import_(
     Weights and optimizers are imported, of any number of processes; no code in the folder is run.
     """
     from accel_cli.extensions.foreign_checkpoints.dcp import import_dcp
-    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
+    from accel_runtime.extensions.foreign_checkpoints.folders import DcpSelection
 
     with console.read_progress() as progress:
         result = import_dcp(

@@ -24,7 +24,7 @@ from accel_runtime.storage.tensor_file import MergeRequest
 
 if TYPE_CHECKING:
     from accel_runtime.extensions.foreign_checkpoints.dcp_export import Layout
-    from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
+    from accel_runtime.extensions.foreign_checkpoints.folders import DcpSelection
 
 __all__ = ["DCP", "export_dcp", "import_dcp"]
 

@@ -26,7 +26,7 @@ from accel_runtime.extensions.foreign_checkpoints.dcp_folder import (
     Key,
     read_dcp_folder,
 )
-from accel_runtime.extensions.foreign_checkpoints.folders import METADATA
+from accel_runtime.extensions.foreign_checkpoints.folders import METADATA, DcpSelection
 from accel_runtime.extensions.foreign_checkpoints.manifest_builder import ManifestBuilder
 from accel_runtime.storage.errors import CheckpointError, RequestError, format_names
 from accel_runtime.storage.file_system import FileSystem
@@ -34,7 +34,7 @@ from accel_runtime.storage.manifest import Chunk, Manifest, TensorEntry
 from accel_runtime.storage.schema import ITEM_BYTES, FieldError
 from accel_runtime.storage.store import Snapshot
 
-__all__ = ["FORMAT", "DcpSelection", "find_fsdp_folders", "open_dcp_checkpoint"]
+__all__ = ["FORMAT", "find_fsdp_folders", "open_dcp_checkpoint"]
 
 FORMAT = "torch.distributed.checkpoint"
 """Name of the format, in manifests."""
@@ -43,14 +43,6 @@ _MODEL = re.compile(r"model(?:_(\d+))?")
 _EXTRA = "_extra_state"
 """Name of what a module returns as its extra state."""
 _STATE, _GROUPS = "state", "param_groups"
-
-
-@dataclass(frozen=True)
-class DcpSelection:
-    """Models and optimizers to read, by the keys that lead to them, separated by dots; empty ones are found."""
-
-    models: tuple[str, ...] = ()
-    optimizers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Recognise the folders of other programs by the names of their files. Imports no torch."""
+"""Recognise the folders of other programs by the names of their files, and select what is in them. Imports no torch."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from accel_runtime.storage.errors import CheckpointError
@@ -12,6 +13,7 @@ from accel_runtime.storage.manifest import NAME
 __all__ = [
     "METADATA",
     "MODEL_STATES",
+    "DcpSelection",
     "find_engine_folders",
     "is_accelerate_checkpoint",
     "is_dcp_folder",
@@ -30,6 +32,14 @@ _ACCELERATE = re.compile(
     r"|pytorch_model_fsdp.*"
 )
 """File names that only Accelerate's `save_state` writes; weights alone may have another origin."""
+
+
+@dataclass(frozen=True)
+class DcpSelection:
+    """Models and optimizers to read, by the keys that lead to them, separated by dots; empty ones are found."""
+
+    models: tuple[str, ...] = ()
+    optimizers: tuple[str, ...] = ()
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:

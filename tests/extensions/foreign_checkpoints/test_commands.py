@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,20 @@ def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
     result = call_accel(capfd, "checkpoint", "import", str(KEPT), "-o", "out")
     assert result.returncode == 2
     assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
+
+
+def test_a_missing_folder_is_reported_before_torch_is_imported(cwd):
+    text = (
+        "import sys\n"
+        "from accel_cli.extensions.foreign_checkpoints.command import import_\n"
+        "try:\n"
+        "    import_('missing', 'out')\n"
+        "except Exception as error:\n"
+        "    assert 'Directory not found: missing' in str(error), error\n"
+        "    sys.exit('torch' in sys.modules)\n"
+        "sys.exit(2)"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", text]) == 0
 
 
 def test_an_export_that_is_interrupted_leaves_no_folder(cwd, monkeypatch):

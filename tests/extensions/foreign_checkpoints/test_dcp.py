@@ -30,7 +30,7 @@ from accel_cli.extensions.foreign_checkpoints.dcp import import_dcp
 from accel_runtime import Accelerator
 from accel_runtime.extensions.foreign_checkpoints import dcp_export, dcp_manifest
 from accel_runtime.extensions.foreign_checkpoints.dcp_export import DcpRequest, write_dcp_folder
-from accel_runtime.extensions.foreign_checkpoints.dcp_manifest import DcpSelection
+from accel_runtime.extensions.foreign_checkpoints.folders import DcpSelection
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.verification import verify_files
