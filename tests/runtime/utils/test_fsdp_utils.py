@@ -64,8 +64,9 @@ def test_a_sharded_model_and_optimizer_are_saved_merged_and_loaded_on_another_la
 
 def test_a_folder_with_a_slash_at_its_end_is_merged(tmp_path):
     run = build_accelerator({})
-    utils.save_fsdp_model(None, run, run.prepare(build_model()), tmp_path)
-    utils.merge_fsdp_weights(f"{tmp_path}/pytorch_model_fsdp_0/", tmp_path / "merged")
+    run.prepare(build_model())
+    run.save_state(tmp_path / "state")
+    utils.merge_fsdp_weights(f"{tmp_path}/state/pytorch_model_fsdp_0/", tmp_path / "merged")
     assert (tmp_path / "merged" / "model.safetensors").is_file()
 
 
