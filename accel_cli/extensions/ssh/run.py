@@ -40,7 +40,7 @@ _ANSWER_FACTOR = 3
 _MARGIN_S = 10
 """Seconds beyond `shutdown_timeout` that a host has to end its processes and to report."""
 _EXIT_S = 2
-"""Seconds that ssh may take to exit after the end of `accel launch` or of its output."""
+"""Seconds without output that end a connection after the end of `accel launch`, and that ssh may take to exit."""
 _READ_MS = 200
 """Milliseconds after which a partial line may be shown."""
 _CHUNK = 1 << 16
@@ -268,8 +268,7 @@ class _Run:
         while running := [each for each in self._connections if each.ended_at is None]:
             self._poll()
             self._end_silent(running)
-            while self._signals:
-                self._forward(self._signals.popleft(), running)
+            self._forward_signals(running)
             if stage == 0 and (self._received or any(each.failed for each in self._connections)):
                 stage, lost = 1, [each for each in self._connections if each.is_lost]
                 self._is_failure_first = not self._received
@@ -289,7 +288,9 @@ class _Run:
                 self._send_signal(signal.SIGTERM, running)
             else:
                 for connection in running:
-                    connection.record_end()
+                    # The end of a long output may still arrive from a host that has ended.
+                    if self._received or not connection.is_closing:
+                        connection.record_end()
 
     def _end_silent(self, running: Iterable[_Connection]) -> None:
         """End connections without a sign of life: ssh does not check a shared connection itself."""
@@ -299,15 +300,24 @@ class _Run:
                 connection.is_silent = True
                 connection.record_end()
 
-    def _forward(self, number: int, running: Iterable[_Connection]) -> None:
-        if number not in FORWARDED_SIGNALS and self._received is None:
-            self._received = number
-            name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
-            console.note(
-                f"received {name}: the processes on all hosts have {self._job.shutdown_timeout} s to exit; a second signal "
-                "kills them"
-            )
-        self._send_signal(number, running)
+    def _forward_signals(self, running: Iterable[_Connection]) -> None:
+        """Send the signals that have arrived to the hosts, and SIGTERM if the output is closed."""
+        if self._screens.is_closed and self._received is None:
+            self._receive(signal.SIGPIPE, "the output is closed")
+            self._send_signal(signal.SIGTERM, running)
+        while self._signals:
+            number = self._signals.popleft()
+            if number not in FORWARDED_SIGNALS and self._received is None:
+                name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name
+                self._receive(number, f"received {name}")
+            self._send_signal(number, running)
+
+    def _receive(self, number: int, event: str) -> None:
+        """Record the signal that ends the run."""
+        self._received = number
+        console.note(
+            f"{event}: the processes on all hosts have {self._job.shutdown_timeout} s to exit; a second signal kills them"
+        )
 
     def _send_signal(self, number: int, running: Iterable[_Connection]) -> None:
         for connection in running:
@@ -356,10 +366,11 @@ class _Run:
         """Wait for a short time, and show all hosts that the launcher is alive."""
         time.sleep(_POLL_S)
         now = time.monotonic()
-        if self._screens.is_stopped and not self._received:
-            for connection in self._connections:
-                connection.postpone()
+        # After Ctrl-C, a screen that is stopped does not keep the launcher.
+        may_write = not (self._received and self._screens.is_stopped)
         for connection in self._connections:
+            if connection.is_writing and may_write:
+                connection.heard_at = now
             if connection.ended_at is None and connection.is_over:
                 connection.record_end()
         if now - self._alive_at > min(5.0, self._job.lost_after / 3):
@@ -395,7 +406,9 @@ class _Screens:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._failed: set[int] = set()
-        """The screens with a reported error."""
+        """The screens with an error."""
+        self.is_closed = False
+        """True if the reader of standard output has ended, as in `accel launch | head`."""
         self._began_at = float("inf")
 
     @property
@@ -403,15 +416,16 @@ class _Screens:
         """True if a write has not ended for some time."""
         return time.monotonic() - self._began_at > _STOPPED_S
 
-    def write(self, fd: int, data: bytes) -> bool:
-        """Write data, or drop it after an error; return False if the screen is closed, as in `accel launch | head`."""
+    def write(self, fd: int, data: bytes) -> None:
+        """Write data, or drop it after an error."""
         with self._lock:
             self._began_at = time.monotonic()
             try:
                 if fd not in self._failed:
                     write_all(fd, data)
             except BrokenPipeError:
-                return False
+                self._failed.add(fd)
+                self.is_closed = self.is_closed or fd == 1
             except OSError as error:
                 self._failed.add(fd)
                 console.note(
@@ -419,7 +433,6 @@ class _Screens:
                 )
             finally:
                 self._began_at = float("inf")
-        return True
 
 
 class _Connection:
@@ -447,14 +460,16 @@ class _Connection:
         """The end of `accel launch`; None until it has ended."""
         self.ended_at: float | None = None
         self.heard_at = time.monotonic()
-        """The time of the last output or sign of life."""
+        """The time of the last output or sign of life, received or shown."""
         self.is_silent = False
         """True if the host gave no sign of life for `lost_after` seconds."""
         self.messages: list[str] = []
         """The last lines of ssh, of the login shell, and of the standard error of `accel launch`."""
         self._code: int | None = None
         self._reason = ""
-        self._closes_at = float("inf")
+        self.is_closing = False
+        """True if `accel launch` has ended, or its output."""
+        self._writing = [False, False]
         self._replies = control.ReplyReader()
         # In its own session, so that Ctrl-C of the terminal does not end the connection.
         self.process = subprocess.Popen(
@@ -494,7 +509,12 @@ class _Connection:
     @property
     def is_over(self) -> bool:
         """True if nothing more is read: processes that a login shell has started may keep the connection open."""
-        return not self.is_read or time.monotonic() > self._closes_at
+        return not self.is_read or (self.is_closing and time.monotonic() > self.heard_at + _EXIT_S)
+
+    @property
+    def is_writing(self) -> bool:
+        """True if output waits for a screen."""
+        return any(self._writing)
 
     def send(self, **request: Any) -> None:
         """Send a request to the host; without one, show that the launcher is alive."""
@@ -506,7 +526,7 @@ class _Connection:
             self.process.stdin.flush()
 
     def _read(self, screen: int, stream: IO[bytes], prefixer: LinePrefixer | None) -> None:
-        """Copy a stream of ssh to a screen until it ends, or until the screen or the connection is closed."""
+        """Copy a stream of ssh to a screen until it ends, or until the connection is closed."""
         receive = self._receive_output if screen == 1 else self._receive_messages
         poll = select.poll()  # unlike `select`, without a limit on descriptors
         poll.register(stream, select.POLLIN)
@@ -516,22 +536,29 @@ class _Connection:
                 if is_ready and not (data := os.read(stream.fileno(), _CHUNK)):
                     break
                 if is_ready:
+                    self.heard_at = time.monotonic()
                     output = prefixer.feed(receive(data)) if prefixer else receive(data)
                 if prefixer:
                     output += prefixer.flush_partial()
-                if output and not self._screens.write(screen, output):
-                    self.is_up = False  # signs of life are no longer read
-                    return
-                if output and prefixer:
-                    prefixer.postpone()  # the write may have waited
+                if output:
+                    self._write(screen, output)
+                    if prefixer:
+                        prefixer.postpone()  # the write may have waited
             if prefixer:
-                self._screens.write(screen, prefixer.flush_partial(end=True))
+                self._write(screen, prefixer.flush_partial(end=True))
         if screen == 1:
-            self._closes_at = min(self._closes_at, time.monotonic() + _EXIT_S)
+            self.heard_at, self.is_closing = time.monotonic(), True
+
+    def _write(self, screen: int, data: bytes) -> None:
+        """Write to a screen, which may block."""
+        self._writing[screen - 1] = True
+        self._screens.write(screen, data)
+        # First the time: without it, the connection could end before the next output is read.
+        self.heard_at = time.monotonic()
+        self._writing[screen - 1] = False
 
     def _receive_output(self, data: bytes) -> bytes:
         """Take the replies out of standard output; a login shell prints before the start."""
-        self.heard_at = time.monotonic()
         output, replies = self._replies.feed(data)
         for reply in replies:
             self.facts = reply.get("host", self.facts)
@@ -539,19 +566,13 @@ class _Connection:
             self._reason = self._reason or reply.get("reason", "")
             self.is_up = self.is_up or not reply
             if "exit" in reply:
-                self._code, self._closes_at = reply["exit"], time.monotonic() + _EXIT_S
+                self._code, self.is_closing = reply["exit"], True
         return output if self.is_started else b""
 
     def _receive_messages(self, data: bytes) -> bytes:
         lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
         self.messages = [*self.messages, *lines][-_KEPT_LINES:]
         return data if self.is_started else b""
-
-    def postpone(self) -> None:
-        """Allow for the time in which the connection is not read."""
-        self.heard_at = time.monotonic()
-        if self._closes_at < float("inf"):
-            self._closes_at = self.heard_at + _EXIT_S
 
     def record_end(self) -> None:
         """Record the end of `accel launch`, or that it is not known since the connection was lost."""

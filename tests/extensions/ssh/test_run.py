@@ -19,6 +19,8 @@ case $1 in rsync) exec "$@" ;; esac
 echo "welcome"
 if [ -n "$BACKGROUND" ]; then sleep 600 & echo $! >> "$BACKGROUND"; fi
 export SSH_CONNECTION="10.0.0.9 1 10.0.0.1 22"
+# A buffer, as that of a connection.
+if [ -n "$BUFFERED" ]; then exec 3>&1; sh -c "$*" 2>&1 >&3 3>&- | sort >&2 3>&-; exit; fi
 sh -c "$*"
 code=$?
 [ $code = 137 ] && exit 255  # as ssh after SIGKILL
@@ -58,6 +60,9 @@ while script == "print.py":
     time.sleep(0.05)
 if script == "stall.py":
     sys.stdout.write(500_000 * "line\\n")
+if script == "errors.py":
+    sys.stderr.write(100_000 * "a line of\\n")
+    sys.stderr.flush()
 if script == "fail.py":
     if host == "b":
         control.reply(reason="the reason\\nmore")
@@ -81,14 +86,14 @@ def start(cwd, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     processes = []
 
-    def call(script, *options):
+    def call(script, *options, stderr=subprocess.STDOUT):
         (cwd / script).touch()
         command = [sys.executable, "-m", "accel_cli", "launch", "-q", "--cpu", "--hosts", "a,b"]
         setting = f"launcher.python={tmp_path}/bin/python"
         processes.append(
             subprocess.Popen(
                 [*command, "--set", setting, *options, script],
-                text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr,
             )
         )  # fmt: skip
         return processes[-1]
@@ -166,15 +171,32 @@ def test_the_launch_of_every_host_ends_with_the_launcher(start, cwd, number):
     assert process.returncode == (-9 if number == signal.SIGKILL else 143)
 
 
-def test_a_run_ends_although_a_login_shell_has_left_a_process(start, cwd, monkeypatch):
-    monkeypatch.setenv("BACKGROUND", str(cwd / "background"))
-    try:
-        process = start("train.py")
-        output = process.communicate(timeout=limit(60))[0]
-    finally:
-        for pid in (cwd / "background").read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+@pytest.fixture
+def background(cwd, monkeypatch):
+    """Let each login shell leave a process that keeps its streams open."""
+    pids = cwd / "background"
+    monkeypatch.setenv("BACKGROUND", str(pids))
+    yield
+    for pid in pids.read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_run_ends_although_a_login_shell_has_left_a_process(background, start):
+    process = start("train.py")
+    output = process.communicate(timeout=limit(60))[0]
     assert process.returncode == 0, output
+
+
+def test_the_end_of_standard_error_is_shown_to_a_slow_reader(start, monkeypatch):
+    monkeypatch.setenv("BUFFERED", "1")
+    process = start("errors.py", "--hosts", "a", stderr=subprocess.PIPE)
+    text = b""
+    with process.stderr as stream:
+        while part := os.read(stream.fileno(), 1 << 14):
+            text += part
+            time.sleep(0.08)  # 200 KB/s
+    assert process.wait(limit(60)) == 0
+    assert text.count(b"a line of\n") == 100_000
 
 
 @pytest.mark.service("rsync")
@@ -216,6 +238,13 @@ def test_a_closed_output_ends_the_run(start, cwd):
     pids = read_pids(cwd)
     process.stdout.close()
     wait_for_end(pids)
+    assert process.wait(limit(60)) == 128 + signal.SIGPIPE
+
+
+def test_a_closed_output_ends_the_run_although_a_login_shell_has_left_a_process(background, start):
+    process = start("print.py", "--hosts", "a")
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
     assert process.wait(limit(60)) == 128 + signal.SIGPIPE
 
 
