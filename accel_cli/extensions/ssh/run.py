@@ -61,6 +61,13 @@ _SSH_CURES = (
     (re.compile(r"could not resolve", re.IGNORECASE), "Check the name, or add it to ~/.ssh/config"),
 )  # fmt: skip
 """Cures by ssh's message, with the destination and the name of the host."""
+_SSH_LINE = re.compile(
+    r"(ssh|client_loop|mux_client_\w+|packet_write_\w+|Read from remote host [^ ]+|ssh_\w+): "
+    r"|Timeout, server .* not responding|(Shared c|C)onnection (to|closed|reset)\b"
+)
+"""What ssh prints if it loses a connection; the other lines of its standard error are those of the host."""
+_STARTUP_S = 600
+"""Seconds until the first sign of life of `accel launch`, which imports torch before."""
 
 
 def run(plan: Plan) -> int:
@@ -227,7 +234,7 @@ class _Run:
         endpoint, run_id = job.rdzv_endpoint or self._find_endpoint(), f"ssh-{uuid.uuid4().hex[:12]}"
         is_port_chosen = len(self._connections) > 1 and not job.rdzv_endpoint
         for connection in self._connections:
-            connection.is_started = True
+            connection.is_started, connection.heard_at = True, time.monotonic()
             connection.send(
                 start={
                     "argv": job.build_launch_command(connection.number, endpoint, run_id),
@@ -295,8 +302,8 @@ class _Run:
     def _end_silent(self, running: Iterable[_Connection]) -> None:
         """End connections without a sign of life: ssh does not check a shared connection itself."""
         for connection in running:
-            silent_s = time.monotonic() - connection.heard_at
-            if connection.ended_at is None and connection.is_up and silent_s > self._job.lost_after:
+            limit = self._job.lost_after if connection.is_up else max(_STARTUP_S, self._job.lost_after)
+            if connection.ended_at is None and time.monotonic() - connection.heard_at > limit:
                 connection.is_silent = True
                 connection.record_end()
 
@@ -580,7 +587,8 @@ class _Connection:
         if code is None and self.is_over and self.is_started:
             code = self._wait()
             # As for a host that ends before it can report.
-            code = code if 0 <= code < _SSH_FAILED or self._reason else None
+            if not 0 <= code < _SSH_FAILED:
+                code = 1 if self._reason else None
         if code is not None:
             self.exit = NodeEnd(code, self._reason)
         self.ended_at = time.monotonic()
@@ -607,11 +615,17 @@ class _Connection:
     def describe_end(self, python: str) -> str:
         """Return why the connection ended, with the cure."""
         code, destination = self._wait(), self.host.destination
-        line = self.messages[-1] if self.messages else f"ssh ended with exit code {code}"
+        line = self.messages[-1] if self.messages else ""
+        if self.is_started and not _SSH_LINE.match(line):
+            line = ""  # of the script
         if self.is_silent:
-            line = "no sign of life within launcher.lost_after"
+            line = f"no sign of life within {'launcher.lost_after' if self.is_up else f'{_STARTUP_S} s of the start'}"
+        if self.is_started and not line and code == _SSH_FAILED:
+            # sshd does not report a signal that has ended the command.
+            return "accel launch was killed there, or the connection was lost. Check the memory of the host, and the network"
+        line = line or f"ssh ended with exit code {code}"
         if self.facts:
-            return f"the connection was lost: {line}. Check the host and the network"
+            return f"the connection was lost: {line.rstrip('.')}. Check the host and the network"
         if code == _SSH_FAILED:
             text = "\n".join(self.messages)
             cure = next((cure for pattern, cure in _SSH_CURES if pattern.search(text)), None)
