@@ -16,7 +16,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["REPLY", "Control", "ReplyReader", "reply"]
+from accel_runtime.environment import settings as env
+
+__all__ = ["REPLY", "Control", "ReplyReader", "reply", "report_failure"]
 
 REPLY = "-"
 """The name of a file for a reason: it is sent as a reply."""
@@ -38,6 +40,12 @@ def reply(**content: Any) -> None:
             data = data[os.write(1, data) :]
 
 
+def report_failure(code: int, reason: str = "") -> None:
+    """Send the end of a launch that has failed before its `Control`; nothing if no other machine has started it."""
+    if os.environ.get(env.CONTROL):
+        reply(**({"reason": reason} if reason else {}), exit=code)
+
+
 class ReplyReader:
     """Separates the replies of a launch from its output."""
 
@@ -50,7 +58,8 @@ class ReplyReader:
         while (start := data.find(_MARK)) >= 0 and (end := data.find(b"\n", start)) >= 0:
             output.append(data[:start])
             with suppress(ValueError):  # output of a script with these bytes
-                replies.append(dict(json.loads(data[start + len(_MARK) : end])))
+                content = json.loads(data[start + len(_MARK) : end])
+                replies += [content] if isinstance(content, dict) else []
             data = data[end + 1 :]
         if start < 0:
             # The last bytes may be the begin of a mark.
@@ -72,13 +81,14 @@ class Control:
         fd, lost_after = map(int, value.split(","))
         os.set_inheritable(fd, False)
         self._fd, self._lost_after, self._shutdown_timeout = fd, lost_after, shutdown_timeout
-        self._is_lost = False
+        self._is_lost, self._has_ended = False, threading.Event()
         # Writes may block while the other machine does not read.
         for target in (self._follow, self._beat):
             threading.Thread(target=target, daemon=True).start()
 
     def report_end(self, code: int) -> None:
         """Send the exit code; after a lost connection, that is the reason."""
+        self._has_ended.set()
         if self._is_lost:
             reply(reason=_LOST)
         reply(exit=1 if self._is_lost else code)
@@ -102,6 +112,6 @@ class Control:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _beat(self) -> None:
-        while True:
+        reply()
+        while not self._has_ended.wait(min(_BEAT_S, self._lost_after / 3)):
             reply()
-            time.sleep(min(_BEAT_S, self._lost_after / 3))

@@ -42,6 +42,8 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/extensions/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
     "accel_cli/extensions/ssh/entry.py",
+    # A variable says if another machine has started the launch.
+    "accel_cli/control.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
     "accel_runtime/extensions/object_stores/obstore_client.py",
     "accel_runtime/extensions/object_stores/client_process.py",

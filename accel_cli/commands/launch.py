@@ -16,7 +16,7 @@ import typer
 
 from accel_cli import console
 from accel_cli.commands.command import ScriptCommand, get_parsed
-from accel_cli.errors import AccelError, RunEndedError, UsageError
+from accel_cli.errors import AccelError, RunEndedError, UsageError, explain_os_error
 from accel_cli.planning.launch_options import ConfigFile, Kind, Request
 from accel_cli.profile import options as typed
 
@@ -86,11 +86,17 @@ def launch(  # noqa: PLR0913 - the signature declares the options, which the req
         code = _start(parse(context))
     except RunEndedError:  # the failure is that of another node
         raise
-    except AccelError as error:
+    except (AccelError, OSError, MemoryError) as error:
+        from accel_cli import control
         from accel_cli.runs import run_dir
         from accel_runtime.environment.settings import FAILURE_FILE
 
-        run_dir.write_reason(os.environ.get(FAILURE_FILE), str(error))
+        if isinstance(error, AccelError):
+            code, reason = error.exit_code, str(error)
+        else:
+            code, reason = 1, explain_os_error(error)
+        run_dir.write_reason(os.environ.get(FAILURE_FILE), reason)
+        control.report_failure(code)
         raise
     raise typer.Exit(code)
 

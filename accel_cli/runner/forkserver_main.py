@@ -112,6 +112,9 @@ def _fail(message: str, code: int) -> NoReturn:
         console.error(message)
     except MemoryError:
         os.write(2, encode_text(f"accel: error: {message}\n"))
+    from accel_cli import control  # noqa: PLC0415 - not in the forked processes
+
+    control.report_failure(code, message)
     _exit(code)
 
 

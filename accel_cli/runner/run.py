@@ -48,40 +48,34 @@ def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None
     check_open_files(plan.nproc_per_node)
     settings = plan.agent
     assert settings
-    if not (value := os.environ.pop(env.CONTROL, "")):
-        return _run(plan, settings, server, begin)
     # A launch of the script must not use the connection of this one.
-    os.environ.pop(env.FAILURE_FILE, None)
-    connection, code = control.Control(value, settings.shutdown_timeout), 1
-    try:
-        code = _run(plan, settings, server, begin)
-    except AccelError as error:
-        code = error.exit_code
-        raise
-    finally:
-        connection.report_end(code)
-    return code
-
-
-def _run(plan: Plan, settings: AgentSettings, server: ForkServer | None, begin: float | None) -> int:
-    """Run torch's agent while signals are handled."""
+    if requests := os.environ.pop(env.CONTROL, ""):
+        os.environ.pop(env.FAILURE_FILE, None)
     # Failures and signals are printed once, by accel. Some loggers of torch have a level of their own.
     for name in ("torch.distributed.elastic", api.__name__):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.update(plan.env)
     with SignalHandlers(shutdown_timeout=settings.shutdown_timeout) as signals:
+        connection, code = None, 1
         try:
+            if requests:  # only now: they may be signals
+                connection = control.Control(requests, settings.shutdown_timeout)
             prepare_node(plan.argv, os.environ)
             begin = accel_cli.STARTED if begin is None else begin
-            return _run_and_record(plan, settings, signals, server, begin)
+            code = _run_and_record(plan, settings, signals, server, begin)
         except SignalException as error:
             # The rendezvous stays open, so that other nodes can continue without this one.
-            return 128 + int(error.sigval)
-        except RunEndedError:
-            raise
+            code = 128 + int(error.sigval)
         except AccelError as error:
-            write_reason(settings.failure_file, str(error))
+            code = error.exit_code
+            if not isinstance(error, RunEndedError):
+                write_reason(settings.failure_file, str(error))
             raise
+        finally:
+            if connection:
+                signals.stop_raising()
+                connection.report_end(code)
+    return code
 
 
 def _run_and_record(

@@ -16,7 +16,6 @@ MARK = b"\0accel:"
 LAUNCH = """
 import os, signal, sys, time
 from accel_cli.control import Control
-connection = Control(sys.argv[1], shutdown_timeout=0)
 def end(number, _):
     if sys.argv[2] == "blocked":
         time.sleep(600)
@@ -24,6 +23,7 @@ def end(number, _):
     sys.exit(128 + number)
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGINT, end)
+connection = Control(sys.argv[1], shutdown_timeout=0)
 print("ready", flush=True)
 while True:
     time.sleep(0.1)
@@ -59,9 +59,31 @@ def start_launch(lost_after=60, *, blocked=False):
     process, requests = start(
         [sys.executable, "-c", LAUNCH, "CONTROL", "blocked" if blocked else ""], lost_after
     )
-    while process.stdout.readline() != b"ready\n":
-        pass  # signs of life
+    lines = iter(process.stdout.readline, b"")
+    assert any(line.endswith(b"ready\n") for line in lines)  # after signs of life
     return process, requests
+
+
+def start_accel(*args, **environ):
+    command = "import os, sys; from accel_cli.main import main; os.environ['ACCEL_CONTROL'] = sys.argv.pop(1); main()"
+    return start(
+        [
+            sys.executable,
+            "-c",
+            command,
+            "CONTROL",
+            "launch",
+            "-q",
+            "--cpu",
+            "--set",
+            "launcher.kind=torchrun",
+            *args,
+        ],
+        60,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, env.FAILURE_FILE: "-", **environ},
+    )
 
 
 def read_replies(process):
@@ -72,7 +94,7 @@ def read_replies(process):
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])
 def test_replies_are_taken_out_of_output_wherever_it_is_cut(size):
     data = b"".join([
-        b"a li", encode(), b"ne\n", encode(exit=3, reason="x\ny"), b"\0", b"\0a\0accel", b"\n", MARK, b"no JSON\n", b"end\0",
+        b"a li", encode(), b"ne\n", encode(exit=3, reason="x\ny"), b"\0", b"\0a\0accel", b"\n", MARK, b"no JSON\n", MARK, b"5\n", MARK, b"[]\n", b"end\0",
     ])  # fmt: skip
     reader, output, replies = ReplyReader(), b"", []
     for start_ in range(0, len(data), size):
@@ -116,13 +138,8 @@ def test_a_launch_that_does_not_end_is_killed():
 @pytest.mark.parametrize("method", ["forkserver", "exec"])
 def test_ranks_may_save_when_the_connection_of_their_launch_ends(script, cwd, method):
     script(SAVE)
-    options = ("--cpu", "--nproc-per-node", "2", "--set", f"launcher.start_method={method}")
-    command = "import os, sys; from accel_cli.main import main; os.environ['ACCEL_CONTROL'] = sys.argv.pop(1); main()"
-    process, requests = start(
-        [sys.executable, "-c", command, "CONTROL", "launch", "-q", *options, "train.py"],
-        60,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, env.FAILURE_FILE: "-"},
+    process, requests = start_accel(
+        "--nproc-per-node", "2", "--set", f"launcher.start_method={method}", "train.py"
     )
     assert wait_for_texts(cwd, "up?", 2, 60) == ["False", "False"]
     os.close(requests)
@@ -132,10 +149,31 @@ def test_ranks_may_save_when_the_connection_of_their_launch_ends(script, cwd, me
     wait_until(lambda: len([*cwd.glob("saved?")]) == 2)
 
 
-def test_a_launch_that_is_refused_replies_with_the_reason(cwd):
-    environ = {**os.environ, env.FAILURE_FILE: "-"}
-    command = [sys.executable, "-m", "accel_cli", "launch", "absent.py"]
-    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    (reply,) = read_replies(process)
-    assert "absent.py" in reply["reason"]
-    assert process.returncode == 2
+def test_a_launch_that_is_refused_replies_with_the_reason_and_the_exit_code(cwd):
+    process, requests = start_accel("absent.py")
+    reason, end = read_replies(process)
+    assert "absent.py" in reason["reason"]
+    assert (end, process.returncode) == ({"exit": 2}, 2)
+    os.close(requests)
+
+
+def test_a_launch_whose_torch_cannot_be_imported_replies_with_the_reason_and_the_exit_code(
+    script, cwd, tmp_path
+):
+    script("")
+    script("raise ImportError('a broken library')", "broken/torch.py")
+    process, requests = start_accel("train.py", PYTHONPATH=str(cwd / "broken"))
+    *reasons, end = read_replies(process)
+    assert all("a broken library" in reason["reason"] for reason in reasons)
+    assert reasons
+    assert (end["exit"], process.returncode) == (1, 1)
+    os.close(requests)
+
+
+def test_a_signal_during_the_start_does_not_end_the_launch(script, cwd):
+    """SIGUSR1 that has arrived before the launch handles signals."""
+    script("")
+    process, requests = start_accel("train.py")
+    os.write(requests, b'{"signal": %d}\n' % signal.SIGUSR1)
+    assert read_replies(process) == [{"exit": 0}]
+    os.close(requests)

@@ -44,7 +44,7 @@ def main() -> None:
             try:
                 _become_launch(start, listener)
             except OSError as error:
-                control.reply(reason=f"cannot start accel launch: {error.strerror or error}")
+                control.reply(reason=f"cannot start accel launch: {error.strerror or error}", exit=1)
                 sys.exit(1)
 
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.waits import limit, wait_for_texts, wait_until
+
+from accel_cli.extensions.ssh import run as ssh_run
 
 SSH = """\
 #!/bin/sh
@@ -43,10 +46,15 @@ host, script = os.environ[env.NODE_NAME], next(word for word in sys.argv if word
 if script == "refuse.py":
     control.reply(reason="no GPU found")
     sys.exit(2)
+if script == "broken.py":
+    control.reply(reason="the reason")
+    os.kill(os.getppid(), signal.SIGKILL)  # ssh
+    sys.exit(1)
 signal.signal(signal.SIGTERM, end)
 connection = control.Control(os.environ.pop(env.CONTROL), 30)
 Path(f"pid{{host}}").write_text(f"{{os.getpid()}}\\n")
 if script == "wait.py":
+    print("a warning", file=sys.stderr, flush=True)
     time.sleep(600)
 if script == "port.py":
     Path(str(os.getpid())).write_text(f"{{sys.argv}}\\n")
@@ -151,6 +159,33 @@ def test_a_host_that_ends_before_its_processes_start_gives_its_reason_and_exit_c
     assert (process.returncode, output) == (2, "accel: error: host b: no GPU found\n")
 
 
+def test_a_host_that_fails_before_its_start_ends_although_a_login_shell_has_left_a_process(
+    background, start, cwd, tmp_path
+):
+    once = cwd / "once"
+    once.write_text(f'#!/bin/sh\nrm "$0"\nexec {tmp_path}/bin/python "$@"\n')
+    once.chmod(0o755)
+    process = start("train.py", "--hosts", "a", "--set", f"launcher.python={once}")
+    output = process.communicate(timeout=limit(20))[0]
+    assert process.returncode == 1, output
+    assert "host a: cannot start accel launch: No such file" in output
+
+
+def test_a_host_with_a_reason_whose_ssh_is_killed_gives_the_exit_code_1(start):
+    process = start("broken.py", "--hosts", "a")
+    output = process.communicate(timeout=limit(60))[0]
+    assert (process.returncode, output) == (1, "accel: error: host a: the reason\n")
+
+
+def test_a_host_that_does_not_start_its_launch_counts_as_lost():
+    connections = [
+        Mock(ended_at=None, is_up=False, is_silent=False, heard_at=time.monotonic() - age)
+        for age in (500, 601)
+    ]
+    ssh_run._Run(Mock(), Mock(lost_after=30))._end_silent(connections)
+    assert [connection.is_silent for connection in connections] == [False, True]
+
+
 def test_a_launch_that_is_killed_on_its_host_counts_as_lost(start, cwd):
     process = start("wait.py")
     pids = read_pids(cwd)
@@ -158,7 +193,8 @@ def test_a_launch_that_is_killed_on_its_host_counts_as_lost(start, cwd):
     output = process.communicate(timeout=limit(60))[0]
     wait_for_end(pids)
     assert process.returncode == 1
-    assert output.splitlines()[-1].startswith("accel: error: host b: the connection was lost: ")
+    reason = "accel launch was killed there, or the connection was lost. Check the memory of the host, and the network"
+    assert output.splitlines()[-1] == f"accel: error: host b: {reason}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
