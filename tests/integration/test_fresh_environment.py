@@ -182,6 +182,7 @@ WORKS = {
     "env": ("env",),
     "estimate": ("estimate", "model.py:make"),
     "checkpoint": ("checkpoint", "list"),
+    "diff": ("diff", "--cpu", "train.py", "train.py"),
 }
 """Commands that succeed, in an order in which one finds what an earlier one wrote."""
 REFUSED = {
