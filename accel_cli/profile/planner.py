@@ -155,7 +155,7 @@ def _list_layers(
     kind = layers.find_value([*base, assignments], "launcher.kind")
     # An invalid kind is reported with the other problems of the profile.
     launcher = LAUNCHERS[kind] if kind in LAUNCHERS else Launcher  # noqa: SIM401 - a kind may be a list
-    options = _build_option_layers(request, kind, launcher)
+    options = _build_option_layers(request, launcher)
     nodes = _find_nodes(request, environ, kind, launcher, machine)
     if nodes.ranks:
         # Another launcher has started a process for each rank.
@@ -228,11 +228,8 @@ def _get_launcher_options(request: Request) -> dict[str, Any]:
     return {name: value for name, value in request.options.items() if name not in OPTIONS}
 
 
-def _build_option_layers(request: Request, kind: Any, launcher: type[Launcher]) -> list[Layer]:
+def _build_option_layers(request: Request, launcher: type[Launcher]) -> list[Layer]:
     """Return a layer for each option that sets a key of the profile."""
-    launcher_options = _get_launcher_options(request)
-    if launcher_options and kind in LAUNCHERS:
-        launchers.check_options(kind, launcher_options)
     option_layers = []
     for option in (*OPTIONS.values(), *launcher.launch_options):
         if not option.key or option.name not in request.options:

@@ -191,6 +191,7 @@ class Xla(torchrun.ElasticLauncher):
 
 
 def _check_recorders(spec: LaunchSpec) -> None:
+    """Raise for variables of recorders, which have no effect under torch_xla."""
     for variable, value in {**spec.env, **spec.environ}.items():
         if variable.startswith(RECORD) and value:
             raise UsageError(
