@@ -264,8 +264,7 @@ def default(profile: _ProfileName = None, project: _Project = False, force: _For
     if target.exists() and not force:
         raise UsageError(f"{target} already exists. Use --force to replace it.")
     detected = machine.detect(os.environ)
-    for problem in detected.problems:
-        console.note(problem)
+    console.print_notes(detected.problems)
     store.write(target, _render_default(detected))
     console.note(f"wrote {target} for {detected.summary}")
 

@@ -194,8 +194,6 @@ def _start(request: Request) -> int:
     console.print_notes(resolved.notes)
     plan = planner.plan(resolved)
     console.print_notes(plan.notes)
-    if request.same_as:  # the plan has shown that it is
-        console.note(f"same as: {request.same_as}")
     return 0 if plan_view.show_plan(plan, resolved) else run(plan, resolved)
 
 

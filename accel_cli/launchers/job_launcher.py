@@ -124,8 +124,7 @@ class SentFolder:
     def write(self, env: Mapping[str, str], archive: Path) -> Selection:
         """Write the files to an archive, and print notes about those that are left out."""
         selection = self.select(env)
-        for note in selection.notes:
-            console.note(note)
+        console.print_notes(selection.notes)
         write_archive(selection, archive)
         return selection
 

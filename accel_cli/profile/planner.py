@@ -336,6 +336,8 @@ def plan(resolved: ResolvedLaunch) -> Plan:
     planned = build_plan(launcher, spec, resolved.engine, of_file)
     if request.translation and not request.for_pod:  # the number of processes of a pod is not known here
         request.translation.check(resolved.environ, planned.nnodes, planned.nproc_per_node, planned.layout)
+    if request.same_as:
+        planned = replace(planned, notes=(*planned.notes, f"same as: {request.same_as}"))
     return planned
 
 

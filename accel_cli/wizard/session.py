@@ -123,8 +123,7 @@ class _Detection:
                 "Cannot detect the hardware: see the error above. Use accel config set KEY=VALUE."
             )
         console.show(f"[bold]This machine:[/bold] {self._result.summary}")
-        for problem in self._result.problems:
-            console.note(problem)
+        console.print_notes(self._result.problems)
         return self._result
 
 

@@ -122,8 +122,7 @@ def _convert(paths: list[Path], *, write: bool, check: bool) -> None:
     for problem in problems:
         console.print_problem(problem)
     as_they_are = [note for file in files if (note := _describe_unchanged(file))]
-    for note in as_they_are[:_MAX_UNCHANGED]:
-        console.note(note)
+    console.print_notes(as_they_are[:_MAX_UNCHANGED])
     if len(as_they_are) > _MAX_UNCHANGED:
         console.note(f"{_count(len(as_they_are) - _MAX_UNCHANGED)} more: the same")
     if not changed and not problems and not as_they_are:
@@ -269,8 +268,7 @@ def _verify(scripts: list[str], arguments: tuple[str, ...], context: typer.Conte
     )
     console.table(columns, result.rows)
     sys.stdout.flush()
-    for sentence in result.sentences:
-        console.note(sentence)
+    console.print_notes(result.sentences)
     if left:
         console.note(f"{left} left to convert by hand; accel migrate {paths[0]} lists them")
     return 0 if result.is_equal else 1

@@ -442,8 +442,7 @@ def _select_source(job: SageMakerJobPlan) -> source_files.Selection:
     script = run["target"] if run["kind"] == "script" else None
     include, exclude = tuple(section.include), tuple(section.exclude)
     selection = SentFolder(job.source, include, exclude, run["cwd"], script).select(run["settings"])
-    for note in selection.notes:
-        console.note(note)
+    console.print_notes(selection.notes)
     if run["requirements"]:
         source_files.check_selected(selection, run["requirements"])
     bundle.check_size(selection, section.max_upload_size)

@@ -92,8 +92,7 @@ def run(plan: Plan) -> int:
 
 def _select_files(job: SshPlan, variables: Mapping[str, str]) -> Selection:
     selection = select_files(Path.cwd(), job.include, job.exclude, keep_links=True)
-    for note in selection.notes:
-        console.note(note)
+    console.print_notes(selection.notes)
     if job.script and not Path(job.script).is_absolute():
         check_selected(selection, job.script)
     check_engine_files(selection, ".", variables)

@@ -96,8 +96,6 @@ def pod(  # noqa: PLR0913 - options of the command
     request = _parse_launch(context, launch_args, is_here=folder is None)
     resolved, plan = prepare(Pod(name, zone, project, folder, setup or ()), request, os.environ)
     console.print_notes(plan.notes)
-    if request.same_as:
-        console.note(f"same as: {request.same_as}")
     if "dry_run" in request.options or "explain" in request.options:
         console.plain(plan_view.format_plan(plan, resolved if "explain" in request.options else None))
         return
