@@ -397,7 +397,8 @@ def _get_colour(name: str) -> str | None:
         return None
     if len(name) == _HEX and set(name) <= set("0123456789abcdef"):
         return f"#{name}"
-    return _COLOURS.get(name, name.replace("bright", "bright_"))
+    colour = _COLOURS.get(name.removeprefix("bright"), name.removeprefix("bright"))
+    return f"bright_{colour}" if name.startswith("bright") else colour
 
 
 if __name__ == "__main__":
