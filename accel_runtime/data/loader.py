@@ -352,10 +352,12 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
 
     def capture_state(self) -> LoaderState:
         """Return the state that `state_dict` writes."""
-        state = self._progress.capture(
-            self._source.next_epoch, self._capture_iteration, self._warn_of_unknown_nesting
+        return self._progress.capture(
+            self._describe_data(),
+            self._source.next_epoch,
+            self._capture_iteration,
+            self._warn_of_unknown_nesting,
         )
-        return replace(state, data=self._describe_data())
 
     def _describe_data(self) -> LoadedData:
         dataset = type(self.dataset).__qualname__
@@ -428,7 +430,7 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         for source in (*(each.source for each in state.running), state.next_epoch):
             self._check_state(source)
         state = state.move_to(position)
-        if state.data is not None and self._backend.topology.rank == 0:
+        if self._backend.topology.rank == 0:
             self._warn_of_other_data(state.data, within_epoch=not all(each.ended for each in state.running))
         self._progress.restore(state.adapt_random(restored=random_restored))
 
@@ -466,13 +468,11 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
     def select_state(self, states: Sequence[LoaderState]) -> LoaderState:
         """Return the state for this rank from those of all ranks of a run that may have had another number of ranks."""
         data_rank = self._backend.data_rank
-        for rank, state in enumerate(states):
+        for state in states:
             source = state.running[0].source if state.running else state.next_epoch
             if not isinstance(source, PreshardedState) or source.world_size != data_rank.world_size:
                 break
-            # Checkpoints without data ranks are of runs in which neighbouring ranks have the same one.
-            neighbours = rank * source.world_size // len(states)
-            if data_rank.rank == (neighbours if source.data_rank is None else source.data_rank):
+            if source.data_rank == data_rank.rank:
                 return state
         return states[0]
 
@@ -699,6 +699,7 @@ class LoaderProgress:
 
     def capture(
         self,
+        data: LoadedData,
         next_epoch: Callable[[], SourceState],
         capture_iteration: Callable[[EpochProgress, int], IterationState],
         report_unknown: Callable[[str], None],
@@ -706,6 +707,7 @@ class LoaderProgress:
         """Return the state of the loader.
 
         Args:
+            data: Data of the loader.
             next_epoch: Returns the state in which the next epoch begins, unless it was loaded.
             capture_iteration: Returns the state of a running iteration of this depth.
             report_unknown: Called if it is unknown if an iterator goes on, with the time.
@@ -727,7 +729,7 @@ class LoaderProgress:
         if running:
             # The global generators will have advanced until then, and they differ between ranks.
             state = state.adapt_random(restored=True)
-        return LoaderState(self._next_epoch_number, state, tuple(running))
+        return LoaderState(self._next_epoch_number, state, data, tuple(running))
 
     def _drop_ended(self) -> None:
         """Drop loaded iterations that the script does not continue.

@@ -165,7 +165,7 @@ class PreshardedState:
     world_size: Annotated[int, ValueRule("at least 1", lambda size: size > 0)] | None = None
     """Number of data ranks that saved the state; None if it is valid for any number."""
     data_rank: Count | None = None
-    """Data rank that saved the state; None if it is valid for any number."""
+    """Data rank that saved the state; None if `world_size` is."""
     local: MapStyleState | StreamState | None = None
     """State of the rank's own data; None at the start of the first epoch."""
     random_at_start: RandomStates | None = None
@@ -252,10 +252,10 @@ class LoaderState:
     """Number of the next epoch that begins."""
     next_epoch: SourceState
     """State in which it begins."""
+    data: LoadedData
+    """Data of the loader."""
     running: tuple[IterationState, ...] = ()
     """Iterations that are running, in the order in which they began; not those that the script has left."""
-    data: LoadedData | None = None
-    """Data of the loader."""
 
     def move_to(self, position: NextBatch) -> LoaderState:
         """Return the state for a run that continues at this position."""

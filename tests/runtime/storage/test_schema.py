@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs import old_checkpoints
 from support.runs.file_system import Run, write_manifest
 
 from accel_cli.commands import checkpoint_operations
@@ -53,7 +52,7 @@ VALUES = [
     "\ud800",
     DELETED,
 ]
-LAYOUTS = ["one", "rich", "presharded", "sharded", "sparse", "several"]
+KEPT = Path(__file__).parents[2] / "data" / "checkpoint"
 
 
 def list_places(node, place=()):
@@ -79,13 +78,15 @@ def read_body(path):
 
 @pytest.fixture(scope="module")
 def kept(module_memory):
-    """Return copies of the kept checkpoints, with the text of each manifest."""
-    folders = {}
-    for layout in LAYOUTS:
-        path = module_memory / layout / "checkpoint_0"
-        shutil.copytree(old_checkpoints.KEPT[-1] / layout, path)
-        folders[path] = json.dumps(read_body(path))
-    return folders
+    """Return a copy of the kept checkpoint and a checkpoint of a sharded tensor, with the text of each manifest."""
+    shutil.copytree(KEPT, module_memory / "kept" / "checkpoint_0")
+    write_tensor(
+        module_memory / "sharded" / "checkpoint_0",
+        (4, 2),
+        [([0, 0], (2, 2)), ([2, 0], (2, 1)), ([2, 1], (2, 1))],
+    )
+    paths = [module_memory / name / "checkpoint_0" for name in ("kept", "sharded")]
+    return {path: json.dumps(read_body(path)) for path in paths}
 
 
 @pytest.fixture(scope="module")
