@@ -185,7 +185,7 @@ RUNTIME = (
         "An argument, a key or an option has its effect, or is refused with a message.",
         (
             "tests/cli/launchers/test_contract.py::test_an_unknown_key_is_an_error_that_names_it",
-            "tests/runtime/test_surface.py::test_an_argument_without_effect_is_rejected_by_name",
+            "tests/runtime/accelerate/test_unchanged_scripts.py::test_an_argument_without_effect_is_rejected_by_name",
             "tests/integration/test_launch.py::test_invalid_input_is_one_message_with_exit_code_2",
         ),
         "unknown keys of a profile",
@@ -273,7 +273,7 @@ RUNTIME = (
         "batches continues with the same ones.",
         (
             "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
-            "tests/runtime/test_surface.py::test_the_members_of_the_accelerator_can_be_read_and_assigned",
+            "tests/runtime/accelerate/test_unchanged_scripts.py::test_the_members_of_the_accelerator_can_be_read_and_assigned",
             "tests/runtime/test_differences.py::test_the_page_lists_every_difference_and_no_other",
         ),
         "order of an epoch that is begun again",

@@ -1,4 +1,4 @@
-"""Names and scripts of Accelerate 1.15, beyond the interface that `test_differences.py` and `test_public_surface.py` compare."""
+"""Scripts of Accelerate 1.15 run after a change of their import; `test_differences.py` and `test_public_surface.py` compare the names."""
 
 from __future__ import annotations
 
@@ -20,37 +20,17 @@ from accel_runtime.scheduler import AcceleratedScheduler
 SETTABLE = "autocast_handler dataloader_config ddp_handler even_batches gradient_accumulation_steps profile_handler step sync_gradients"
 REFUSED = "megatron_lm_plugin torch_tp_plugin"
 
-PLACES = {
-    "big_modeling": "init_empty_weights init_on_device",
-    "state": "DistributedType",
-    "utils.deepspeed": "DummyOptim DummyScheduler HfDeepSpeedConfig",
-    "utils.memory": "clear_device_cache should_reduce_batch_size",
-    "utils.other": "write_basic_config",
-}
-"""Names that modules of Accelerate import from others, which the description of Accelerate leaves out."""
 PLACEHOLDER = "MegatronLMDummyScheduler"
 """A class that scripts import for Megatron-LM."""
-STATES = {
-    "AcceleratorState": "backend deepspeed_plugin deepspeed_plugins get_deepspeed_plugin select_deepspeed_plugin destroy_process_group device distributed_type dynamo_plugin fsdp_plugin"
-    " initialized is_fsdp2 is_last_process parallelism_config"
-    " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
-    " mixed_precision num_processes print process_index split_between_processes use_distributed wait_for_everyone",
-    "GradientState": "end_of_dataloader in_dataloader num_steps remainder sync_gradients",
-    "PartialState": "backend default_device destroy_process_group device distributed_type initialized is_last_process"
-    " is_local_main_process is_main_process local_main_process_first local_process_index main_process_first"
-    " num_processes on_last_process on_local_main_process on_local_process on_main_process on_process print"
-    " process_index set_device split_between_processes use_distributed wait_for_everyone",
-}
-
-
-def list_members(facade):
-    return {name for name in dir(facade) if not name.startswith("_")}
 
 
 def test_the_members_of_the_accelerator_can_be_read_and_assigned():
     accelerator = Accelerator()
-    for name in list_members(accelerator):
-        getattr(accelerator, name)
+    states = accelerator.state, accelerator.gradient_state, accel_runtime.PartialState()
+    for facade in (accelerator, *states):
+        for name in dir(facade):
+            if not name.startswith("_"):
+                getattr(facade, name)
     for name in SETTABLE.split():
         setattr(accelerator, name, getattr(accelerator, name))
 
@@ -62,32 +42,10 @@ def test_a_dummy_of_megatron_can_be_imported_and_names_its_replacement():
         getattr(utils, PLACEHOLDER)([torch.ones(1)], lr=0.1)
 
 
-def test_distributed_type_tpu_is_an_alias_of_xla():
-    assert accel_runtime.DistributedType.TPU is accel_runtime.DistributedType.XLA
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_a_state_has_the_attributes_of_accelerate(name):
-    accelerator = Accelerator()
-    attributes = {
-        "AcceleratorState": accelerator.state,
-        "GradientState": accelerator.gradient_state,
-        "PartialState": accel_runtime.PartialState(),
-    }
-    for member in STATES[name].split():
-        getattr(attributes[name], member)
-
-
 @pytest.mark.parametrize("name", [*REFUSED.split(), "mixed_percision", "fp32"])
 def test_an_argument_without_effect_is_rejected_by_name(name):
     with pytest.raises(TypeError, match=name):
         Accelerator(**{name: None})
-
-
-@pytest.mark.parametrize("module_name", PLACES)
-def test_names_are_importable_from_the_modules_of_accelerate(module_name):
-    module = importlib.import_module(f"accel_runtime.{module_name}")
-    assert all(hasattr(module, name) for name in PLACES[module_name].split())
 
 
 @pytest.mark.parametrize("path", PACKAGE_NAMES)
@@ -294,7 +252,6 @@ if __name__ == "__main__":
     [
         pytest.param(EARLY_SCRIPT, 1, id="an early script-1", marks=pytest.mark.full),
         pytest.param(EARLY_SCRIPT, 2, id="an early script-2", marks=pytest.mark.full),
-        pytest.param(RECENT_SCRIPT, 1, id="a recent script-1", marks=pytest.mark.full),
         pytest.param(RECENT_SCRIPT, 2, id="a recent script-2"),
     ],
 )
