@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers import secret_files
 from accel_cli.launchers.secret_files import (
     SECRET_NAMES,
+    FoundToken,
     find_rows,
     find_tokens,
     is_secret_file,
@@ -30,11 +33,14 @@ def read_names(file):
     return [line for line in lines if line and not line.startswith("# ")]
 
 
-@pytest.mark.parametrize("row", SECRET_NAMES, ids=lambda row: row.pattern)
-def test_only_its_row_of_the_table_keeps_back_an_example(row):
-    assert row.pattern == row.pattern.lower()
-    assert list(dict.fromkeys(find_rows(row.example))) == [row]
-    assert is_secret_name(f"some/folder/{row.example}") == (not row.content)
+def test_only_its_row_of_the_table_keeps_back_an_example():
+    assert [row.pattern for row in SECRET_NAMES if row.pattern != row.pattern.lower()] == []
+    assert [row.pattern for row in SECRET_NAMES if set(find_rows(row.example)) != {row}] == []
+    assert [
+        row.pattern
+        for row in SECRET_NAMES
+        if is_secret_name(f"some/folder/{row.example}") == bool(row.content)
+    ] == []
 
 
 def test_a_name_without_its_row_is_sent(monkeypatch):
@@ -68,10 +74,10 @@ def test_ordinary_names_are_sent():
     assert [name for name in names if is_secret_name(f"some/folder/{name}")] == []
 
 
-@pytest.mark.parametrize("name", [".env", ".env.local", ".env-ci", ".envrc", ".netrc", ".netrc-work"])
-@pytest.mark.parametrize("ending", sorted(secret_files._CODE_NAMES))
-def test_variables_of_an_environment_are_kept_back_in_each_language(name, ending):
-    assert is_secret_name(f"{name}{ending}")
+def test_variables_of_an_environment_are_kept_back_in_each_language():
+    names = [".env", ".env.local", ".env-ci", ".envrc", ".netrc", ".netrc-work"]
+    spelled = [f"{name}{ending}" for name in names for ending in secret_files._CODE_NAMES]
+    assert [name for name in spelled if not is_secret_name(name)] == []
 
 
 ACCOUNT = '{"type": "service_account", "private_key_id": "0a1b", "private_key": "short"}'
@@ -92,18 +98,22 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTENTS)
-def test_a_name_that_ordinary_files_have_too_is_decided_by_the_text(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('{"lr": 0.1, "epochs": 3, "keys": ["nose", "eye"], "tokenizer": "bpe", "max_tokens": 5}')
-    assert [file.name for file in select_files(tmp_path).files] == [name]
-    path.write_text(CONTENTS[name])
-    assert select_files(tmp_path).secrets == (name,)
-    assert select_files(tmp_path, ["**"]).secrets == (name,)
-    assert [file.name for file in select_files(tmp_path, [name]).files] == [name]
-    path.with_name(f"{path.name}.bak").write_text(CONTENTS[name])
-    assert is_secret_file(tmp_path, f"{name}.bak")
+def test_a_name_that_ordinary_files_have_too_is_decided_by_the_text(tmp_path):
+    (tmp_path / "keys").mkdir()
+    for name in CONTENTS:
+        (tmp_path / name).write_text(
+            '{"lr": 0.1, "epochs": 3, "keys": ["nose", "eye"], "tokenizer": "bpe", "max_tokens": 5}'
+        )
+    names = sorted(CONTENTS)
+    assert [file.name for file in select_files(tmp_path).files] == names
+    for name, text in CONTENTS.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / f"{name}.bak").write_text(text)
+    copies = sorted(f"{name}.bak" for name in names)
+    assert sorted(select_files(tmp_path).secrets) == sorted(names + copies)
+    assert sorted(select_files(tmp_path, ["**"]).secrets) == sorted(names + copies)
+    named = select_files(tmp_path, names)
+    assert ([file.name for file in named.files], sorted(named.secrets)) == (names, copies)
 
 
 def test_each_text_of_the_table_is_tested():
@@ -119,18 +129,18 @@ def test_a_file_whose_text_cannot_be_read_is_kept_back(tmp_path, name, data):
     assert is_secret_file(tmp_path, name)
 
 
-@pytest.mark.parametrize(
-    "name", ["credentials.json", ".env", "id_rsa", "kubeconfig", ".netrc", "secrets.yaml", "server.pem"]
-)
-@pytest.mark.parametrize(
-    "copy",
-    [
-        "{}~", "#{}#", ".{}.swp", "{}.bak", "{}.old", "{}.1", "{}.2026-01-01", "{}-backup", "{} (2)", "{} copy", "Copy of {}", "old_{}",
-        "{}.gpg", "{}.asc", "{}.age", "{}.enc", "{}.zip", "{}.tar.gz", "{}.tar.gz.gpg", "{}.7z", "{}.zst", "{}.bak.gpg",
-    ],
-)  # fmt: skip
-def test_a_copy_or_an_archive_of_a_file_with_credentials_is_kept_back(name, copy):
-    assert is_secret_name(copy.format(name))
+COPIES = [
+    "{}~", "#{}#", ".{}.swp", "{}.bak", "{}.old", "{}.1", "{}.2026-01-01", "{}-backup", "{} (2)", "{} copy", "Copy of {}", "old_{}",
+    "{}.gpg", "{}.asc", "{}.age", "{}.enc", "{}.zip", "{}.tar.gz", "{}.tar.gz.gpg", "{}.7z", "{}.zst", "{}.bak.gpg",
+]  # fmt: skip
+
+
+@given(st.sampled_from(SECRET_NAMES), st.lists(st.sampled_from(COPIES), min_size=1, max_size=2))
+def test_a_copy_or_an_archive_of_a_file_with_credentials_is_kept_back(row, copies):
+    folder, slash, name = row.example.rpartition("/")
+    for copy in copies:
+        name = copy.format(name)
+    assert row in set(find_rows(f"{folder}{slash}{name}"))
 
 
 def test_a_pattern_that_names_a_secret_sends_it(tmp_path):
@@ -182,34 +192,37 @@ TOKENS = {
     "Vault Token": ["hvs." + make(WORD, 95)],
     "W&B Key": ["WANDB_API_KEY=" + make(HEX, 40), "wandb_v1_" + make(WORD, 60)],
 }  # fmt: skip
-SAMPLES = [
-    pytest.param(kind, text, id=f"{kind} {index}")
-    for kind, texts in TOKENS.items()
-    for index, text in enumerate(texts)
-]
+FRAMES = ["{}", "token: {}\n", '{{"key": "{}"}}', "x\n" * 9 + "key = '{}'  # mine\n"]
 
 
-@pytest.mark.parametrize(
-    "frame", ["{}", "token: {}\n", '{{"key": "{}"}}', "x\n" * 9 + "key = '{}'  # mine\n"]
-)
-@pytest.mark.parametrize(("kind", "text"), SAMPLES)
-def test_a_file_with_a_token_is_not_sent_and_is_listed_with_the_reason(tmp_path, kind, text, frame):
-    (tmp_path / "notes.txt").write_text(frame.format(text))
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_token_of_each_kind_is_found_with_its_line(tmp_path, frame):
+    samples = [(kind, text) for kind, texts in TOKENS.items() for text in texts]
+    for number, (_, text) in enumerate(samples):
+        (tmp_path / f"{number:03}.txt").write_text(frame.format(text))
+    found = find_tokens(tmp_path, [f"{number:03}.txt" for number in range(len(samples))]).found
+    line = frame.split("{}")[0].count("\n") + 1
+    assert found == tuple(
+        FoundToken(f"{number:03}.txt", line, kind, is_code=False) for number, (kind, _) in enumerate(samples)
+    )
+
+
+TOKEN = TOKENS["GitHub Token"][0]
+
+
+def test_a_file_with_a_token_is_not_sent_and_is_listed_with_the_reason(tmp_path):
+    (tmp_path / "notes.txt").write_text(f"token:\n{TOKEN}")
     (tmp_path / "train.py").write_text("import torch\n")
     selection = select_files(tmp_path)
-    line = frame.split("{}")[0].count("\n") + 1
-    reason = f"not sent, since they may hold secrets: notes.txt (line {line}: {kind})"
+    reason = "not sent, since they may hold secrets: notes.txt (line 2: GitHub Token)"
     assert [file.name for file in selection.files] == ["train.py"]
     assert reason in [*describe_selection(selection)][-1]
     assert selection.notes[0].startswith(reason)
-    assert text not in str(selection)
+    assert TOKEN not in str(selection)
     with pytest.raises(UsageError, match=r"notes.txt is needed, but is not sent: it may hold secrets"):
         check_selected(selection, "notes.txt")
     assert [file.name for file in select_files(tmp_path, ["*.txt"]).files] == ["train.py"]
     assert [file.name for file in select_files(tmp_path, ["notes.txt"]).files] == ["notes.txt", "train.py"]
-
-
-TOKEN = TOKENS["GitHub Token"][0]
 
 
 @pytest.mark.parametrize("name", ["train.py", "pkg/a.pyx", "run.sh", "job.sbatch", "kernel.cu", "script"])
@@ -229,22 +242,23 @@ def test_source_code_with_a_token_is_refused_unless_it_is_named(tmp_path, name):
     assert select_files(tmp_path, [], [name]).files == ()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "https://user:password@host/", "https://me:short@host/", "https://{user}:{password}@host", "http://$USER:$PASSWORD@host",
-        "postgres://postgres:my-password@localhost", "AKIAIOSFODNN7EXAMPLE", "hf_" + "x" * 34, "ghp_" + "0" * 36,
-        "if '-----BEGIN PRIVATE KEY-----' in text:", "-----BEGIN RSA PRIVATE KEY-----\n...\n", "hf_transfer_download_of_a_model",
-        "-----BEGIN CERTIFICATE-----\n" + make(WORD, 64), "sha256:" + make(HEX, 64), make(WORD + "+/", 4000),
-        f"commit {make(HEX, 40)}", "arn:aws:sagemaker:us-east-1:123456789012:labeling-job/name-of-a-job-that-is-long-enough",
-        "x" + make(WORD, 3) + "AKIA" + make(string.ascii_uppercase, 16), "WANDB_API_KEY=$WANDB_API_KEY", 'os.environ["HF_TOKEN"]',
-        json.dumps({"cells": [{"outputs": [{"image/png": base64.b64encode(random.Random(1).randbytes(90_000)).decode()}]}]}),
-        json.dumps({"model": {"vocab": {make(WORD, 8, seed): seed for seed in range(3000)}}}), "token " * 9,
-    ],
-)  # fmt: skip
-def test_ordinary_text_has_no_token(tmp_path, text):
-    (tmp_path / "a.py").write_text(text)
-    assert find_tokens(tmp_path, ["a.py"]).found == ()
+ORDINARY = [
+    "https://user:password@host/", "https://me:short@host/", "https://{user}:{password}@host", "http://$USER:$PASSWORD@host",
+    "postgres://postgres:my-password@localhost", "AKIAIOSFODNN7EXAMPLE", "hf_" + "x" * 34, "ghp_" + "0" * 36,
+    "if '-----BEGIN PRIVATE KEY-----' in text:", "-----BEGIN RSA PRIVATE KEY-----\n...\n", "hf_transfer_download_of_a_model",
+    "-----BEGIN CERTIFICATE-----\n" + make(WORD, 64), "sha256:" + make(HEX, 64), make(WORD + "+/", 4000),
+    f"commit {make(HEX, 40)}", "arn:aws:sagemaker:us-east-1:123456789012:labeling-job/name-of-a-job-that-is-long-enough",
+    "x" + make(WORD, 3) + "AKIA" + make(string.ascii_uppercase, 16), "WANDB_API_KEY=$WANDB_API_KEY", 'os.environ["HF_TOKEN"]',
+    json.dumps({"cells": [{"outputs": [{"image/png": base64.b64encode(random.Random(1).randbytes(90_000)).decode()}]}]}),
+    json.dumps({"model": {"vocab": {make(WORD, 8, seed): seed for seed in range(3000)}}}), "token " * 9,
+]  # fmt: skip
+
+
+def test_ordinary_text_has_no_token(tmp_path):
+    names = [f"{number}.py" for number in range(len(ORDINARY))]
+    for name, text in zip(names, ORDINARY, strict=True):
+        (tmp_path / name).write_text(text)
+    assert find_tokens(tmp_path, names).found == ()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
