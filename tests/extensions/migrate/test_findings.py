@@ -1,21 +1,98 @@
-"""A script that cannot be converted as a whole stays as it is, with its reason; doubtful places are findings."""
+"""Findings and conversions of `accel migrate`, by short scripts: what is converted, what is left, and what is said of it.
+
+Each finding has a script of which it is true, and a near miss of which it must not be said.
+"""
 
 from __future__ import annotations
 
-import pytest
-from support.training_scripts import (
-    CYCLE,
-    CYCLED,
-    DDP,
-    HEAD,
-    LOOP,
-    MAIN,
-    NEXT,
-    TEST,
-)
+import ast
+import cProfile
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
+
+import accel_cli.extensions.migrate
 from accel_cli.extensions.migrate.conversion import migrate_script
+from accel_cli.extensions.migrate.shell import migrate_shell
 from accel_runtime import Accelerator
+
+HEAD = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+model = nn.Linear(8, 2).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(torch.randn(32, 8), batch_size=8)
+"""
+LOOP = """\
+for i, x in enumerate(loader):
+    loss = model(x.to(device)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+DDP = (
+    "import torch.distributed as dist\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n"
+    "dist.init_process_group()\nrank = dist.get_rank()\n"
+    + HEAD.replace("optimizer =", "model = DDP(model)\noptimizer =")
+)
+CYCLE = """\
+for i, x in enumerate(loader):
+    if i % 4 == 0:
+        optimizer.zero_grad()
+    loss = model(x.to(device)).mean() / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+"""
+CYCLE_END = """\
+for i, x in enumerate(loader):
+    loss = model(x.to(device)).mean() / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+TRAINER = """\
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader = model, loader
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def fit(self):
+        for x in self.loader:
+            loss = self.model(x).mean()
+            loss.backward()
+            self.optimizer.step()
+"""
+MAIN = (
+    "import argparse\nparser = argparse.ArgumentParser()\nargs = parser.parse_args()\nprint(args.device)\n"
+    + HEAD.replace('torch.device("cuda" if torch.cuda.is_available() else "cpu")', "args.device")
+    + LOOP
+)
+EVALUATE = (
+    "def evaluate(model, loader):\n    for x in loader:\n        model(x)\ndef end(model, loader):\n    evaluate(model, loader)\n"
+    + DDP
+    + LOOP
+)
+TEST = HEAD + LOOP + "test = DataLoader(torch.randn(8, 8))\ntotal = 0\n"
+CYCLED = (
+    "def cycle(loader):\n    while True:\n        for x in loader:\n            yield x\n\n"
+    + HEAD.partition("model")[0]
+    + "loader = DataLoader(torch.randn(32, 8), batch_size=8)\nCYCLE\n"
+    + "model"
+    + HEAD.partition("model")[2].partition("loader =")[0]
+)
+NEXT = "for i in range(4):\n    loss = model(next(it)).mean()\n    loss.backward()\n    optimizer.step()\n"
+
+
+# Conversions -----------------------------------------------------------------------------
 
 UNSAFE = {
     "training in another file": ("import torch\nfrom engine import fit\noptimizer = torch.optim.SGD([], lr=0.1)\nfit(optimizer)\n", "If another file or a library trains with it"),
@@ -115,7 +192,434 @@ CONVERTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "line"), CONVERTED.values(), ids=CONVERTED)
+# Findings of libraries and shell scripts -------------------------------------------------
+
+_FOLDER = Path(accel_cli.extensions.migrate.__file__).parent
+_NO_SENTENCE = re.compile(r"""\(\?|\$|\\n|^["'][\w ]+["']$""")
+"""Regular expressions, templates of code, and lists of names."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A finding, by a part of its text, with a script on which it is true and the near miss."""
+
+    finding: str
+    script: str
+    near_miss: str
+
+
+@functools.cache
+def convert(script):
+    """Return the text of a script after its conversion, and the texts of its findings and notes; one with `#!` is a shell script."""
+    if script.startswith("#!"):
+        text, findings = migrate_shell(script)
+        return text, tuple(one.text for one in findings)
+    result = migrate_script(script)
+    return result.text, tuple(one.text for one in (*result.findings, *result.notes))
+
+
+def list_unsaid(module, said):
+    """Return the sentences of a module of `accel_cli/extensions/migrate` that are not in the texts of findings."""
+    tree = ast.parse((_FOLDER / f"{module}.py").read_text())
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    return [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Constant, ast.JoinedStr))
+        and id(node) not in documentation | inner
+        and not _NO_SENTENCE.search(ast.unparse(node))
+        and len(re.findall(r"\\ [a-z]{2}", pattern := _build_pattern(node))) > 2
+        and not re.search(pattern, said, re.DOTALL)
+    ]
+
+
+def _build_pattern(node):
+    """Return a regular expression for the texts of a string or f-string; empty for other constants."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(
+        ".+?"
+        if not isinstance(part, ast.Constant)
+        else re.escape(part.value)
+        if isinstance(part.value, str)
+        else ""
+        for part in parts
+    )
+
+
+FABRIC = (
+    "import torch\nfrom lightning.fabric import Fabric\nfabric = Fabric()\nmodel = torch.nn.Linear(2, 2)\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nloader = torch.utils.data.DataLoader(torch.randn(8, 2))\n"
+    "x = torch.ones(2)\n"
+)
+ACCELERATE = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
+FABRIC_EVALUATION = FABRIC + "loader = fabric.setup_dataloaders(loader)\ntotal = 0\nfor x in loader:\n"
+
+
+def create_fabric(code, imports=""):
+    """Return a script that creates a Fabric."""
+    return f"from lightning.fabric import Fabric\n{imports}kind, path = 'cpu', 'a'\nfabric = {code}\n"
+
+
+def write_shell(command):
+    """Return a shell script."""
+    return f"#!/bin/bash\n{command}\n"
+
+
+LIBRARY_PAIRS = [
+    # Fabric: calls and members
+    Pair("This call of all_gather is not converted. Write accelerator.gather(tensor), which concatenates", FABRIC + "rows = fabric.all_gather(x)\nprint(rows.shape)\n", FABRIC + "print(fabric.all_gather(x).mean())\n"),
+    Pair("This call of all_gather is not converted", FABRIC_EVALUATION + "    out = model(x)\n    rows = fabric.all_gather(out)\n    total += rows[0].sum()\n", FABRIC_EVALUATION + "    out = model(x)\n    rows = fabric.all_gather(out)\n    total += rows.sum()\n"),
+    Pair("This call of init_module is not converted. Write with accelerator.device:", FABRIC + "with fabric.init_module(empty_init=True):\n    pass\n", FABRIC + "with fabric.init_module(empty_init=False):\n    pass\n"),
+    Pair("This call of save is not converted. Write accelerator.save(state_dict, path)", FABRIC + "fabric.save('a', state())\n", FABRIC + "fabric.save('a', model.state_dict())\n"),
+    Pair("This call of setup_dataloaders is not converted. Write accelerator.prepare(loader)", FABRIC + "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)\n", FABRIC + "loader = fabric.setup_dataloaders(loader, use_distributed_sampler=True)\n"),
+    Pair("This call of setup is not converted. See the table", FABRIC + "model, plan = fabric.setup(model, scheduler=plan)\n", FABRIC + "model = fabric.setup(model, move_to_device=True)\n"),
+    Pair("This call of backward is not converted", FABRIC + "fabric.backward(x, x)\n", FABRIC + "fabric.backward(x.sum(), model=model)\n"),
+    Pair("This call of clip_gradients is not converted", FABRIC + "model, a, b = fabric.setup(model, optimizer, optimizer)\nfabric.clip_gradients(model, a, max_norm=1)\n", FABRIC + "fabric.clip_gradients(model, optimizer, max_norm=1)\n"),
+    Pair("This call of all_reduce is not converted", FABRIC + "fabric.all_reduce(x, reduce_op=name)\n", FABRIC + "fabric.all_reduce(x, reduce_op='max')\n"),
+    Pair("This call of launch is not converted", FABRIC + "fabric.launch(function=print)\n", FABRIC + "fabric.launch()\n"),
+    Pair("fabric.call is not converted. Call the functions of the callbacks", FABRIC + "fabric.call('on_end')\n", FABRIC + "fabric.print('on_end')\n"),
+    Pair("fabric.logger is not converted. Use accelerator.get_tracker(name)", FABRIC + "fabric.logger.log_metrics({})\n", FABRIC + "fabric.log_dict({})\n"),
+    Pair("fabric.strategy is not converted. The profile selects", FABRIC + "print(fabric.strategy)\n", FABRIC + "print(fabric.device)\n"),
+    Pair("mark_forward_method is not converted", FABRIC + "model = fabric.setup(model)\nmodel.mark_forward_method('loss')\n", FABRIC + "model = fabric.setup(model)\nmodel.requires_grad_(True)\n"),
+    Pair("The gradients are not averaged over the processes in training_step", FABRIC + "model = fabric.setup(model)\nfabric.backward(model.training_step(x))\n", FABRIC + "class Steps:\n    def training_step(self, x):\n        return model(x)\nmodel = fabric.setup(model)\nfabric.backward(Steps().training_step(x))\n"),
+    Pair("A class derived from Fabric is not converted", create_fabric("Mine()", "class Mine(Fabric):\n    pass\n"), create_fabric("Fabric()", "class Mine:\n    kind = Fabric\n")),
+    Pair("rank_zero_only before the Accelerator is created is not converted. Remove it", "from lightning.fabric.utilities import rank_zero_only\n@rank_zero_only\ndef log():\n    pass\n" + FABRIC, "from lightning.fabric.utilities import rank_zero_only\n" + FABRIC + "@rank_zero_only\ndef log():\n    pass\n"),
+    # Fabric: arguments
+    Pair("An argument without its name is not converted", create_fabric("Fabric(*options)"), create_fabric("Fabric(callbacks=None)")),
+    Pair("The argument callbacks is not converted", create_fabric("Fabric(callbacks=[path])"), create_fabric("Fabric(callbacks=[])")),
+    Pair("The argument loggers is not converted. Write Accelerator(log_with=", create_fabric("Fabric(loggers=path)"), create_fabric("Fabric(loggers=None)")),
+    Pair("The argument precision is not converted. Write Accelerator(mixed_precision=...)", create_fabric("Fabric(precision='bf16-true')"), create_fabric("Fabric(precision='bf16-mixed')")),
+    Pair("The argument strategy is not converted. The profile selects", create_fabric("Fabric(strategy='deepspeed')"), create_fabric("Fabric(strategy='ddp')")),
+    Pair("The number of processes is an option of the launch: accel launch --nproc-per-node 4", create_fabric("Fabric(devices=4)"), create_fabric("Fabric(devices=1)")),
+    Pair("The number of processes is an option of the launch: accel launch --nproc-per-node N", create_fabric("Fabric(devices=count())"), create_fabric("Fabric(devices='auto')")),
+    Pair("The choice of GPUs is an option of the launch: accel launch --gpu-ids 0,2", create_fabric("Fabric(devices=[0, 2])"), create_fabric("Fabric(devices=2)")),
+    Pair("The device is an option of the launch: accel launch --cpu", create_fabric("Fabric(accelerator=kind)"), create_fabric("Fabric(accelerator='cpu')")),
+    Pair("The number of nodes is an option of the launch: accel launch --nnodes 2", create_fabric("Fabric(num_nodes=2)"), create_fabric("Fabric(num_nodes=1)")),
+    Pair("Sharding is an option of the launch: accel launch --set parallel.dp_shard=auto", create_fabric("Fabric(strategy='fsdp')"), create_fabric("Fabric(strategy='auto')")),
+    # Fabric: what differs after the conversion
+    Pair("Fabric stops at gradients that are infinite or nan", FABRIC + "fabric.clip_gradients(model, optimizer, max_norm=1)\n", FABRIC + "fabric.clip_gradients(model, optimizer, max_norm=1, error_if_nonfinite=False)\n"),
+    Pair("engine.fit gets an Accelerator instead of a Fabric", "import engine\n" + FABRIC + "engine.fit(fabric, model)\n", "import engine\n" + FABRIC + "engine.fit(fabric.device, model)\n"),
+    Pair("the last batch is padded with repeated ones, and this counts them", FABRIC_EVALUATION + "    total += model(x).sum()\n", FABRIC_EVALUATION + "    out = model(x)\n    out = fabric.all_gather(out)\n    total += out.sum()\n"),
+    # Accelerate
+    Pair("accel has no accelerate.utils.FP8RecipeKwargs", ACCELERATE + "from accelerate.utils import FP8RecipeKwargs\n", ACCELERATE + "try:\n    from accelerate.utils import FP8RecipeKwargs\nexcept ImportError:\n    FP8RecipeKwargs = None\n"),
+    Pair("accel has no accelerate.utils.FP8RecipeKwargs", ACCELERATE + "import accelerate\naccelerate.utils.FP8RecipeKwargs()\n", ACCELERATE + "import accelerate\naccelerate.utils.ProfileKwargs()\n"),
+    Pair("accel has no accelerate.utils.transformer_engine", ACCELERATE + "import accelerate.utils.transformer_engine\n", ACCELERATE + "import accelerate.utils.operations\n"),
+    Pair("accel has no Accelerator.lomo_backward", ACCELERATE + "accelerator.lomo_backward(1)\n", ACCELERATE + "class Own:\n    def lomo_backward(self, x):\n        accelerator.backward(x)\nOwn().lomo_backward(1)\n"),
+    Pair("accel has no argument megatron_lm_plugin of Accelerator", "from accelerate import Accelerator\naccelerator = Accelerator(megatron_lm_plugin=None)\n", "from accelerate import Accelerator\naccelerator = Accelerator(fsdp_plugin=None)\n"),
+    Pair("accel has no counterpart of accelerate.test_utils.training.mocked_dataloaders. This import stays", "import os\n" + ACCELERATE + "if os.environ.get('TEST'):\n    from accelerate.test_utils.training import mocked_dataloaders\n", "import os\n" + ACCELERATE + "if os.environ.get('TEST'):\n    from accelerate.utils import set_seed\n"),
+    # Shell scripts
+    Pair("This command is in a text and is not converted", write_shell('write_shell "torchrun --nproc_per_node 2 t.py"'), write_shell('bash -c "torchrun --nproc_per_node 2 t.py"')),
+    Pair("--fancy. accel launch has no such option", write_shell("torchrun --fancy 3 t.py"), write_shell("torchrun --nproc_per_node 3 t.py --fancy 3")),
+    Pair("--start_method. Use --set launcher.start_method", write_shell("torchrun --start_method spawn t.py"), write_shell("torchrun --monitor_interval 5 t.py")),
+    Pair("it is the number on all nodes, and must be a multiple of their number", write_shell("accelerate launch --num_processes 3 --num_machines 2 t.py"), write_shell("accelerate launch --num_processes 4 --num_machines 2 t.py")),
+]  # fmt: skip
+
+
+# Findings of objects, devices, ranks and processes ---------------------------------------
+
+
+def indent(text):
+    """Return code as the body of a function."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+IMPORTS, BODY = HEAD.split("\n\n", 1)
+IMPORTS += "\n"
+TRAIN = BODY + LOOP
+MADE = TRAIN.split("for i")[0]
+"""The creation of the objects in `TRAIN`."""
+DATA = "loader = DataLoader(torch.randn(32, 8), batch_size=8)\n"
+FIT = "def fit(model, optimizer, loader, device):\n" + indent(LOOP)
+IN_MAIN = "def main():\n" + indent(TRAIN) + "main()\n"
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+TENSOR = "def tune():\n    w = torch.zeros(1, requires_grad=True)\n    other = torch.optim.SGD([w], lr=0.1)\n    w.mean().backward()\n    other.step()\n"
+ALL_DATA = "if rank == 0:\n    for x in loader:\n        model(x)\n"
+TEST_DATA = "test = DataLoader(torch.randn(8, 8))\n"
+STEPLR = "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+GPU = "print(torch.ones(1).to({}))\n"
+HOLDER = "class Holder:\n    def __init__(self, model):\n        self.model = {}\nholder = Holder(model)\n"
+HELD_MODEL = HEAD.split("optimizer", 1)[0] + HOLDER + "optimizer" + HEAD.split("optimizer", 1)[1] + LOOP
+DISTRIBUTED = "from torch.utils.data import DistributedSampler\nsampler = DistributedSampler(x){}\n"
+SAMPLED = DDP + DISTRIBUTED + "loader = DataLoader(x, sampler=sampler)\n" + LOOP
+USED = HEAD.replace("optimizer =", "if {}:\n    optimizer =") + LOOP.replace(
+    "    optimizer.step()\n    optimizer.zero_grad()", "    if {}:\n        optimizer.step()"
+)
+SPAWN = "import torch.multiprocessing as mp\nimport torch.distributed as dist\n" + IMPORTS
+WORKER = "def main(rank, size):\n    dist.init_process_group(rank=rank, world_size=size)\n" + indent(TRAIN)
+NOT_REACHED = 'Write device = torch.device("cuda") below the imports'
+
+OBJECT_PAIRS = [
+    # collectives
+    Pair("all_gather works as before on several processes", DDP + LOOP + "dist.all_gather([], loss)\n", DDP + LOOP + "if dist.get_world_size() > 1:\n    dist.all_gather([], loss)\n"),
+    Pair("Write gather_object([obj])", DDP + LOOP + "dist.all_gather_object([], loss)\n", DDP + LOOP + "def share(x):\n    if not dist.is_initialized():\n        return\n    dist.all_gather_object([], x)\nshare(loss)\n"),
+    Pair("Write tensor = broadcast(tensor)", DDP + LOOP + "dist.broadcast(loss, 0)\n", DDP + LOOP + "def share(x):\n    dist.broadcast(x, 0)\nif args.distributed:\n    share(loss)\n"),
+    Pair("Write broadcast_object_list", DDP + LOOP + "dist.broadcast_object_list([loss])\n", DDP + "import torch.distributed.checkpoint as dcp\n" + LOOP + "dcp.save({}, checkpoint_id='a')\n"),
+    Pair("Guard it with if accelerator.num_processes > 1:", DDP + LOOP + "dist.all_reduce(loss, group=None)\n", DDP + LOOP + "dist.all_reduce(loss, async_op=False)\n"),
+    Pair("Guard it with", DDP + LOOP + "dist.new_group([0])\n", DDP + LOOP + "dist.barrier(group)\n"),
+    Pair("Guard it with", DDP + LOOP + "def total(x):\n    dist.all_reduce(x)\ntotal(loss)\n", DDP + LOOP + "def total(x):\n    both = x.clone()\n    dist.all_reduce(both)\n    return both\ntotal(loss)\n"),
+    Pair("torch.distributed.nn.functional.all_gather", DDP + "from torch.distributed.nn.functional import all_gather\n" + LOOP.replace("    loss.backward()", "    loss = loss + all_gather(loss)[0]\n    loss.backward()"), DDP + "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing\napply_activation_checkpointing(model)\n" + LOOP),
+    Pair("fully_shard. Remove it, and set parallel: {dp_shard: auto}", "from torch.distributed.fsdp import fully_shard\n" + HEAD + "fully_shard(model)\n" + LOOP, "from torch.distributed.fsdp import fully_shard\n" + HEAD + LOOP),
+    Pair("set parallel: {tp: N}", "from torch.distributed.tensor import distribute_tensor\n" + HEAD + "distribute_tensor(model.weight)\n" + LOOP, "from torch.distributed.device_mesh import init_device_mesh\n" + DDP + "mesh = init_device_mesh('cpu', (2,))\n" + LOOP),
+    Pair("Create its optimizer_class instead", "from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)\n" + LOOP, "from torch.distributed.optim import ZeroRedundancyOptimizer\n" + HEAD + "print(isinstance(optimizer, ZeroRedundancyOptimizer))\n" + LOOP),
+    Pair("accel has no counterpart", "import torch.distributed.rpc as rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP, "import rpc\nrpc.init_rpc('a')\n" + HEAD + LOOP),
+    # conversion
+    Pair("If another file or a library trains with it", "import torch\nfrom engine import fit\nmodel = torch.nn.Linear(8, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfit(optimizer)\n", HEAD + LOOP),
+    Pair("would not be valid: duplicate argument", "from lightning.fabric import Fabric\nfabric = Fabric()\ndef end(x: Fabric, y: Fabric):\n    x.barrier()\n    y.barrier()\n", "from lightning.fabric import Fabric\nfabric = Fabric()\ndef end(x: Fabric):\n    x.barrier()\n"),
+    Pair("is used already. Rename it", "accelerator = None\n" + HEAD + LOOP, HEAD.replace("device", "accelerator").replace("torch.accelerator", "torch.device") + LOOP.replace("device", "accelerator")),
+    Pair("The conversion removes sampler", SAMPLED.replace("{}", "") + "print(len(sampler))\n", DDP + DISTRIBUTED.replace("{}", "") + LOOP + "print(len(sampler))\n"),
+    # devices
+    Pair("All processes use the device 0 here", IMPORTS + GPU.format(0) + HEAD + LOOP, HEAD + LOOP + GPU.format(0)),
+    Pair("All processes use the device 'cuda:0' here", IMPORTS + "torch.set_default_device('cuda:0')\n" + HEAD + LOOP, IMPORTS + "torch.set_default_device('cuda')\n" + HEAD + LOOP),
+    Pair("The parameter device has no effect", "import click\n" + IMPORTS + "@click.command()\n@click.option('--device')\ndef main(device):\n" + indent(TRAIN.replace(TRAIN.splitlines()[1] + "\n", "")) + "main()\n", IMPORTS + "def main(device):\n" + indent(TRAIN.replace(TRAIN.splitlines()[1] + "\n", "")) + "main('cuda')\n"),
+    Pair("The option --device was removed", MAIN.replace("print(args.device)\n", "parser.add_argument('--device')\nargs = parser.parse_args()\n"), MAIN.replace("print(args", "parser.add_argument('--device')\nargs = parser.parse_args()\nprint(args")),
+    Pair("The visible GPUs are chosen by the script", "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\n" + HEAD + LOOP, "import os\nos.environ['CUDA_DEVICE_ORDER'] = 'PCI_BUS_ID'\nprint(os.environ['CUDA_VISIBLE_DEVICES'])\n" + HEAD + LOOP),
+    # distributed
+    Pair("DistributedDataParallelKwargs(comm_hook=...)", DDP + "model.register_comm_hook(None, print)\n" + LOOP, DDP + "model.register_forward_hook(print)\n" + LOOP),
+    Pair("The argument bucket_cap_mb of DistributedDataParallel is dropped", DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, DDP.replace("DDP(model", "DDP(model, [rank], process_group=None, bucket_cap_mb=9") + LOOP),
+    Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test").replace("rank == 0", "rank != -1")),
+    Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + "if rank == 0:\n    test = DataLoader(torch.randn(8, 8))\n" + LOOP),
+    Pair("A loader is read on some ranks only", EVALUATE + "if rank == 0:\n    end(model, loader)\n", EVALUATE + "end(model, loader)\nif rank == 0:\n    print(1)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "is_main = rank == 0\nif is_main:\n    end(model, loader)\n", EVALUATE + "is_set = rank >= 0\nif is_set:\n    end(model, loader)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "rank == 0 and end(model, loader)\n", EVALUATE + "rank is not None and end(model, loader)\n"),
+    Pair("A loader is read on some ranks only", EVALUATE + "def main():\n    if rank:\n        return\n    end(model, loader)\nmain()\n", EVALUATE + "def main():\n    if rank:\n        print(1)\n    end(model, loader)\nmain()\n"),
+    Pair("The sampler is not a DistributedSampler in every case", SAMPLED.replace("{}", " if rank else None"), SAMPLED.replace("{}", " if rank else None").replace("DataLoader(x, s", "DataLoader(x, shuffle=(sampler is None), s")),
+    # preparation
+    Pair("No model of this file with an optimizer was found for this backward pass", IMPORTS + "from other import model, optimizer\n" + DATA + LOOP, HEAD + LOOP),
+    Pair("Processes that share a model train it", "import torch.multiprocessing as mp\n" + IMPORTS + "def fit(model, data):\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n    loader = DataLoader(data)\n    for x in loader:\n        model(x).mean().backward()\n        optimizer.step()\nmodel = nn.Linear(8, 2)\nmodel.share_memory()\nmp.Process(target=fit, args=(model, [])).start()\n", "import torch.multiprocessing as mp\n" + HEAD + LOOP + "model.share_memory()\nmp.Process(target=print, args=(model,)).start()\n"),
+    Pair("The model creates its own optimizer", IMPORTS + "class Net(nn.Module):\n    def fit(self):\n" + indent(indent(TRAIN)) + "Net().fit()\n", IMPORTS + "class Net:\n    def __init__(self):\n" + indent(indent(TRAIN)) + "Net()\n"),
+    Pair("This setting of the device has no effect", HEAD.replace("model =", "exec('rate = 1')\nmodel =") + LOOP, HEAD + LOOP + "exec('rate = 1')\n"),
+    Pair("This setting of the device has no effect", HEAD.replace("torch.cuda.is_available()", "args.cuda") + LOOP, DDP.replace('"cuda" if torch.cuda.is_available()', 'f"cuda:{rank}" if args.cuda') + LOOP),
+    Pair("optimizer is created in several loops or functions", HEAD + LOOP + "def reset():\n    global optimizer\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\n", HEAD.replace("optimizer =", "if x:\n    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)\nelse:\n    optimizer =") + LOOP),
+    Pair("The model of this optimizer was not found", HEAD + TENSOR + LOOP, HEAD + TENSOR.replace("def tune():", "if True:") + LOOP),
+    Pair("The model of this optimizer was not found", HEAD + TENSOR + LOOP, IMPORTS + "def fit(net, loader):\n    net = nn.DataParallel(net)\n    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n" + indent(LOOP.replace("model", "net")) + MADE.replace(SGD, "") + "fit(model, loader)\n"),
+    Pair("The optimizer of this scheduler was not found", HEAD + "from other import find\ndef tune():\n    scheduler = torch.optim.lr_scheduler.StepLR(find(), 1)\n" + indent(LOOP + "    scheduler.step()\n") + "tune()\n", HEAD + STEPLR + "def tune():\n" + indent(LOOP + "    scheduler.step()\n") + "tune()\n"),
+    Pair("loader has different meanings", CYCLED.replace("CYCLE", "loader = cycle(loader)") + NEXT.replace("it)", "loader)"), CYCLED.replace("CYCLE", "it = cycle(loader)") + NEXT),
+    Pair("The optimizer is not assigned to a variable", HEAD.replace("optimizer = ", "optimizers = [").replace("lr=0.1)", "lr=0.1)]") + LOOP, HEAD.replace("optimizer = ", "optimizer, rate = ").replace("lr=0.1)", "lr=0.1), 0.1") + LOOP),
+    Pair("The loader is not assigned to a variable", HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), HEAD + LOOP + "for x in DataLoader(torch.randn(8, 8)):\n    model(x)\n"),
+    Pair("The loader is not assigned to a variable", HEAD + LOOP.replace("enumerate(loader)", "enumerate(DataLoader(torch.randn(8, 8)))"), HEAD + LOOP + "print(next(iter(DataLoader(torch.randn(8, 8)))))\n"),
+    Pair("loader is replaced by what Prefetcher makes of it", "from other import Prefetcher\n" + CYCLED.replace("CYCLE", "loader = Prefetcher(loader)") + NEXT.replace("it)", "loader)"), "from other import Prefetcher\n" + CYCLED.replace("CYCLE", "it = Prefetcher(loader)") + NEXT),
+    Pair("for _ in range(accelerator.num_processes): scheduler.step()", HEAD + STEPLR + CYCLE_END + "    scheduler.step()\n", HEAD + STEPLR + CYCLE_END + "        scheduler.step()\n"),
+    Pair("optimizer exists under a condition only", USED.format("find()", "find()"), USED.format("use", "use and i")),
+    Pair("Training begins before the last", HEAD + LOOP + "model = nn.Linear(8, 2)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n" + LOOP, HEAD + LOOP + "other = nn.Linear(8, 2)\nsgd = torch.optim.SGD(other.parameters(), lr=0.1)\n" + LOOP.replace("model", "other").replace("optimizer", "sgd")),
+    Pair("Training begins before the last", HEAD + "if True:\n    val = DataLoader(torch.randn(8, 8))\n" + indent(LOOP) + "    val = DataLoader(torch.randn(4, 8))\n", IMPORTS + DATA + "if __name__ == '__main__':\n" + indent(TRAIN.replace(DATA, ""))),
+    Pair("Create it after the last of them", HELD_MODEL.format("model"), HELD_MODEL.format("copy.deepcopy(model)").replace("import", "import copy\nimport", 1)),
+    # raw
+    Pair(NOT_REACHED, IMPORTS + FIT + "def main():\n" + indent(MADE) + "    for run in [fit]:\n        run(model, optimizer, loader, device)\nmain()\n", IMPORTS + FIT + "def main():\n" + indent(MADE) + "    fit(model, optimizer, loader, device)\nmain()\n"),
+    Pair(NOT_REACHED, "import torch.distributed as dist\n" + IMPORTS + IN_MAIN.replace("def main():\n", "def main():\n    dist.init_process_group()\n") + "dist.barrier()\n", "import torch.distributed as dist\n" + IMPORTS + IN_MAIN.replace("def main():\n", "def main():\n    dist.init_process_group()\n").replace("main()\n", "    dist.barrier()\nmain()\n").replace("def     dist.barrier()\n", "def ")),
+    # spawn
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=find(), nprocs=2)\n", SPAWN + WORKER + "args = (2,)\nmp.spawn(main, args=args, nprocs=2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=(2, 3), nprocs=2)\n", SPAWN + WORKER + "mp.spawn(main, (2,), 2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "x = mp.spawn(main, args=(2,), nprocs=2)\n", SPAWN + WORKER + "mp.spawn(fn=main, args=(2,), nprocs=2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(print, nprocs=2)\n", "import pool as mp\n" + SPAWN.split("\n", 1)[1] + TRAIN + "mp.spawn(print, nprocs=2)\n"),
+    Pair("This use of mp.spawn is not understood", SPAWN + WORKER + "mp.spawn(main, args=(2,), nprocs=2, join=False)\n", SPAWN + WORKER + "mp.spawn(main, args=(2,), nprocs=2, join=True)\n"),
+]  # fmt: skip
+HOST = (
+    HEAD
+    + LOOP
+    + TEST_DATA
+    + "total = 0\nseen = []\nfor x, y in test:\n    found = model(x.to(device)).argmax(1)"
+)
+CONVERTED_OBJECTS = {
+    "a number of a GPU": (HEAD + "gpu = 0\n" + LOOP.replace("to(device)", "to(gpu)"), "loss = model(x).mean()"),
+    "a number of a GPU in a class": (HEAD + "class Mover:\n    def __init__(self, gpu):\n        self.gpu = gpu\n    def move(self, x):\n        return x.to(self.gpu)\ngpu = 0\nmover = Mover(gpu)\n" + LOOP.replace("x.to(device)", "mover.move(x)"), "return x"),
+    "the name of a GPU": (HEAD + LOOP + "y = torch.ones(1, device='cuda:0')\n", "y = torch.ones(1, device=accelerator.device)"),
+    "a default device": (HEAD + "torch.set_default_device('cuda:0')\n" + LOOP, "torch.set_default_device(accelerator.device)"),
+    "a device of a dictionary": (HEAD + "cfg = {'device': 'cuda'}\n" + LOOP.replace("to(device)", "to(cfg['device'])"), "loss = model(x).mean()"),
+    "a device of a class of settings": (HEAD.replace("device =", "class Config:\n    DEVICE =") + LOOP.replace("device", "Config.DEVICE") + "print(torch.ones(1).to(Config.DEVICE))\n", "accelerator.print(torch.ones(1).to(accelerator.device))"),
+    "a device of a loop": (IMPORTS + "for seed in range(2):\n" + indent(TRAIN), "accelerator = Accelerator()"),
+    "targets on the CPU": (HOST + ".cpu()\n    total += (found == y).sum().item()\n", "total += (found == y.cpu()).sum().item()"),
+    "targets of NumPy": (HOST + ".cpu()\n    seen.append(y.numpy())\n    total += found.sum()\n", "seen.append(y.cpu().numpy())"),
+    "targets on the device": (HOST + "\n    total += (found == y).sum().item()\n", "total += (found == y).sum().item()"),
+    "a loader of one rank": (DDP + "if rank == 0:\n    test = DataLoader(torch.randn(8, 8))\n" + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a sampler without a loader": (DDP + DISTRIBUTED.replace("{}", "") + LOOP + "sampler.set_epoch(1)\n", "sampler.set_epoch(1)"),
+    "a process group that ends in a function": (DDP + LOOP + "import atexit\natexit.register(lambda: dist.destroy_process_group())\n", "atexit.register(lambda: None)"),
+    "arguments of a spawned function in a variable": (SPAWN + WORKER + "args = (2,)\nmp.spawn(main, args=args, nprocs=2)\n", "main()"),
+    "a model with a base of another file": ("from zoo import Base\nclass Net(Base):\n    def __init__(self):\n        super().__init__()\n" + HEAD.replace("nn.Linear(8, 2)", "Net()") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a name of a batch that is used for a sample": (HEAD + LOOP + "x = torch.ones(1, 8)\nx = x.to(device)\n", "x = x.to(accelerator.device)"),
+    "a device in a tuple of targets": (HEAD.replace("model = nn.Linear", "class Net(nn.Linear):\n    def __init__(self, device):\n        super().__init__(8, 2)\n        self.size, self.device = 2, device\nmodel = Net").replace("Net(8, 2)", "Net(device)") + LOOP, "self.size, self.device = 2, device"),
+    "an optimizer of a class of the script": ("import torch\nclass Plain(torch.optim.Optimizer):\n    def __init__(self, params, lr):\n        super().__init__(params, {'lr': lr})\n" + HEAD.replace("torch.optim.SGD", "Plain") + LOOP, "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"),
+    "a model whose weights an optimizer of the script may copy": ("import torch\nclass Plain(torch.optim.Optimizer):\n    def __init__(self, params, lr):\n        super().__init__(params, {'lr': lr})\n" + HEAD.replace("torch.optim.SGD", "Plain") + LOOP, "model = nn.Linear(8, 2).to(accelerator.device)"),
+    "a device of flags": (HEAD.replace("device =", "FLAGS =") + LOOP.replace("device", "FLAGS.device"), "loss = model(x).mean()"),
+    "a step that gets a part of the batches": ("import itertools\n" + HEAD + "def step(x):\n" + indent(LOOP.split("\n", 1)[1].replace("    ", "")) + "for x in itertools.islice(itertools.cycle(loader), 9):\n    step(x)\n", "loss = model(x).mean()"),
+    "samples of a seed that gets the rank": (DDP + "def fit(seed):\n    torch.manual_seed(seed)\n    for i in range(3):\n        x = torch.randn(4, 8)\n" + indent(LOOP.split("\n", 1)[1]) + "fit(7 + rank)\n", "accelerator.backward(loss)"),
+    "settings that the script executes after the training": (HEAD + LOOP + "exec('rate = 1')\n", "accelerator = Accelerator()"),
+}  # fmt: skip
+
+# Findings of values ----------------------------------------------------------------------
+
+STEP = LOOP.partition("\n")[2]
+"""The body of the loop."""
+DRAWS = "for i in range(4):\n    x = torch.randn(4, 8)\n"
+EVALUATION = TEST + LOOP + "for x in test:\n    out = model(x)\n"
+SCHEDULE = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)\n"
+HELD = "from losses import Perceptual\n" + HEAD.replace(
+    "optimizer =", "criterion = Perceptual(model)\noptimizer ="
+)
+OWN_HEAD = HELD.replace("model.parameters()", "[*model.parameters(), *criterion.parameters()]")
+EPISODES = (
+    "import env\n" + HEAD + "def act(x):\n    return model(x).argmax().item()\n"
+    "def learn(x):\n    loss = model(x).mean()\n    loss.backward()\n    optimizer.step()\n"
+    "total = 0\nwhile True:\n    for i in range(9):\n        total += env.step(act(torch.ones(8)))\n    learn(x)\n"
+)
+IN_FUNCTION = "import torch\ndef main():\n" + "".join(f"    {one}\n" for one in (HEAD + LOOP).splitlines())
+
+
+def compute(code, head=HEAD):
+    """Return a script whose loss is computed by an expression."""
+    return head + LOOP.replace("model(x.to(device)).mean()", code)
+
+
+def split(loader):
+    """Return a training with a split of its dataset."""
+    head = HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "train")
+    code = (
+        f"from torch.utils.data import random_split\ntrain, test = random_split(list(range(40)), {loader})\n"
+    )
+    return head.replace("loader =", f"{code}loader =") + LOOP
+
+
+VALUE_PAIRS = [
+    # batches
+    Pair("not read from a prepared DataLoader", HEAD + LOOP.replace("enumerate(loader)", "enumerate(torch.randn(8, 4, 8))"), HEAD + LOOP),
+    Pair("not read from a prepared DataLoader", HEAD + "loss = model(torch.ones(4, 8)).mean()\nloss.backward()\noptimizer.step()\n", "from itertools import islice\n" + HEAD + LOOP.replace("enumerate(loader)", "enumerate(islice(loader, 9))")),
+    Pair("x.chunk(accelerator.num_processes)[accelerator.process_index]", DDP + "def draw():\n    return torch.randn(4, 8)\nx = draw()\nfor i in range(3):\n" + STEP, DDP + "import utils\nlogger = utils.Logger()\n" + LOOP.replace("enumerate(loader)", "logger.log_every(loader, 9)").replace("i, x", "x")),
+    Pair("Pass a DataLoader of another file to accelerator.prepare", "from data import build\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "build()") + LOOP, HEAD + "other = DataLoader(torch.randn(32, 8), batch_size=8)\n" + LOOP.replace("i, x in enumerate(loader)", "x, y in zip(loader, other)")),
+    Pair("Pass a DataLoader of another file to accelerator.prepare", HEAD.partition("loader =")[0] + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()), HEAD + "def fit(loader):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()) + "fit(loader)\n"),
+    Pair("if accelerator.num_processes > 1: set_seed(7, device_specific=True)", HEAD.replace("torch.manual_seed(0)", "torch.manual_seed(7)") + DRAWS + STEP, DDP.replace("torch.manual_seed(0)\n", "torch.manual_seed(7 + rank)\n") + DRAWS + STEP),
+    Pair("its seed makes them equal on every process", HEAD + DRAWS + STEP, HEAD.replace("torch.manual_seed(0)\n", "") + DRAWS + STEP),
+    Pair("its seed makes them equal on every process", HEAD + DRAWS + STEP, "def main(seed):\n    torch.manual_seed(seed)\n" + DDP.replace("torch.manual_seed(0)\n", "main(7 + rank)\n") + DRAWS + STEP),
+    Pair("The script sets no seed", HEAD.replace("torch.manual_seed(0)\n", "") + LOOP, HEAD + LOOP),
+    Pair("The script sets no seed", HEAD.replace("torch.manual_seed(0)\n", "") + LOOP, HEAD.replace("torch.manual_seed(0)\n", "").replace("torch.randn(32, 8)", "list(range(32))").replace("model = nn.Linear(8, 2)", "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x + torch.randn(8))\nmodel = Net(8, 2)") + LOOP),
+    Pair("The script sets no seed", split("[32, 8]"), split("[32, 8], generator=torch.Generator().manual_seed(0)")),
+    # lengths
+    Pair("Multiply it by accelerator.num_processes", HEAD + SCHEDULE.replace("decay", "lambda step: 1 - step / len(loader)") + LOOP + "    scheduler.step()\n", HEAD + "steps = len(loader)\n" + SCHEDULE.replace("decay", "lambda step: 1 - step / steps") + LOOP + "    scheduler.step()\n"),
+    Pair("Multiply it by accelerator.num_processes", HEAD + "def decay(step):\n    return 1 - step / len(loader)\n" + SCHEDULE + LOOP + "    scheduler.step()\n", HEAD + "steps = max(1, 3 * len(loader) // 2)\ndef decay(step):\n    return 1 - step / steps\n" + SCHEDULE + LOOP + "    scheduler.step()\n"),
+    Pair("Use len(loader) after accelerator.prepare", HEAD + "steps = 3 * len(loader)\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n" + LOOP + "    optimizer.param_groups[0]['lr'] = 1 - i / steps\n    scheduler.step()\n", HEAD + "steps = 3 * len(loader)\n" + LOOP + "    optimizer.param_groups[0]['lr'] = 1 - i / steps\n"),
+    Pair("Several processes take fewer steps", HEAD + "batch_size = 8\nsteps = 3 * (len(loader.dataset) // batch_size)\n" + LOOP + "    if i == steps - 1:\n        print('end')\n", HEAD + "data = [1] * 8\ntest = data[: len(data) // 4]\nhalf = data[len(data) // 2 :]\n" + LOOP + "    if i == len(loader) - 1:\n        print('end')\n"),
+    # loop
+    Pair("Pass a scalar loss to accelerator.backward", HEAD + LOOP.replace("backward()", "backward(torch.ones(()))"), HEAD + LOOP.replace("backward()", "backward(retain_graph=True)")),
+    Pair("has no argument error_if_nonfinite", HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)\n    optimizer.step()"), HEAD + LOOP.replace("    optimizer.step()", "    nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)\n    optimizer.step()")),
+    Pair("after each batch, and not once in a cycle", HEAD + CYCLE, HEAD + CYCLE_END),
+    Pair("after each batch, and not once in a cycle", HEAD + CYCLE, HEAD + LOOP + "    if i % 4 == 0:\n        print(i)\n"),
+    Pair("the last cycle of an epoch now also ends with", HEAD + CYCLE_END, HEAD + CYCLE_END.replace("% 4 == 0", "% 4 == 0 or i + 1 == len(loader)")),
+    # metrics
+    Pair("The loader that trains is read in a way that is not understood", HEAD + "for one in (loader,):\n    next(iter(one))\n" + LOOP, HEAD + "print(next(iter(loader)), len(list(loader)))\n" + LOOP),
+    Pair("The loader that trains is read in a way that is not understood", HEAD + "def fit(batch):\n    loss = model(batch).mean()\n    loss.backward()\n    optimizer.step()\nprint(list(loader))\nfor x in loader:\n    fit(x)\n", HEAD + LOOP.replace("enumerate(loader)", "enumerate(zip(loader, loader))")),
+    Pair("not only read in for loops by its own name", TEST + LOOP + "for name, one in {'test': test}.items():\n    for x in one:\n        model(x)\n", TEST + LOOP + "for name in ('test',):\n    for x in test:\n        model(x)\n"),
+    Pair("This evaluates the samples of one process", HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", TEST + LOOP + "print(sum(model(x).sum() for x in test))\n"),
+    Pair("This evaluates the samples of one process", HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", HEAD + LOOP + "print([x.shape for x in loader])\n"),
+    Pair("This evaluates the samples of one process", "from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "from engine import fit\n" + HEAD + LOOP + "fit(model, optimizer, loader)\n"),
+    Pair("This evaluates the samples of one process", "from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "import itertools\n" + HEAD + LOOP + "other = itertools.chain(loader, loader)\n"),
+    Pair("Every process evaluates all samples here", EVALUATION + "    total += out.loss.item()\n", EVALUATION + "    total += out.sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION.replace("    out =", "    n = len(x)\n    out =") + "    total += out.sum().item() * n\n", EVALUATION + "    total += out.sum().item() * len(x)\n"),
+    Pair("Every process evaluates all samples here", EVALUATION.replace("    out =", "    targets.append(x)\n    out =") + "    total += out.sum().item()\n", EVALUATION + "    targets.append(x)\n    total += out.sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION.replace("out =", "out, mean =") + "    total += mean.item()\n", EVALUATION.replace("out =", "out, top =") + "    total += top.sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION + "    total += out.view(8, 1, 2).sum().item()\n", EVALUATION + "    total += out.view(x.size(0), 1, 2).sum().item() + out.view(-1).sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION.replace("model(x)", "model(x).mean(0)") + "    total += (out == x).sum().item()\n", EVALUATION.replace("model(x)", "model(x).mean(1)") + "    total += (out == x).sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION.replace("DataLoader(torch.randn(8, 8))", "DataLoader(torch.randn(8, 8), collate_fn=pad)") + "    total += out.sum().item()\n", EVALUATION.replace("DataLoader(torch.randn(8, 8))", "DataLoader(torch.randn(8, 8), collate_fn=None)") + "    total += out.sum().item()\n"),
+    Pair("Every process evaluates all samples here", EVALUATION + "    total += nn.functional.mse_loss(out, x).item()\ntotal /= len(test.dataset)\n", EVALUATION + "    total += nn.functional.mse_loss(out, x).item()\ntotal /= len(test)\n"),
+    Pair("Every process evaluates all samples here", EVALUATION + "    total += nn.functional.mse_loss(out, x).item()\ntotal /= len(test.dataset)\n", EVALUATION + "    total += nn.functional.mse_loss(out, x, reduction='sum').item()\ntotal /= len(test.dataset)\n"),
+    Pair("Every process evaluates all samples here", TEST + LOOP + "def move(b):\n    return b\nfor batch in test:\n    x, y = [move(b) for b in batch]\n    total += (model(x) - y).sum().item()\n", TEST + LOOP + "for i, x in enumerate(test):\n    n = i + 1\n    total += model(x).sum().item()\n    print(n)\n"),
+    # output
+    Pair("Every process prints this, since the function has no Accelerator", IN_FUNCTION + "    report(1)\ndef report(x):\n    print(x)\nmain()\n", IN_FUNCTION.replace("main():", "main(gpu):\n    print(gpu)") + "main(0)\n"),
+    Pair("Every process writes this log", "from torch.utils.tensorboard import SummaryWriter\n" + HEAD + "writer = SummaryWriter()\n" + LOOP, "import wandb\n" + DDP + "if rank == 0:\n    wandb.init(project='x')\n" + LOOP),
+    Pair("Gradients are averaged over the processes, and this loss is a sum", compute("nn.functional.mse_loss(model(x), x, reduction='sum')"), compute("nn.functional.mse_loss(model(x), x, reduction='mean')") + "with torch.no_grad():\n    for x in loader:\n        nn.functional.mse_loss(x, x, reduction='sum')\n"),
+    Pair("this loss is a sum", "def get_loss(out, x):\n    return nn.functional.mse_loss(out, x, reduction='sum', weight=None)\n" + compute("get_loss(model(x), x)"), "def get_loss(out, x):\n    return nn.functional.mse_loss(out, x, reduction='sum', weight=None)\n" + HEAD + LOOP + "get_loss(torch.ones(8), torch.ones(8))\n"),
+    Pair("The seed of the script makes these random numbers equal", compute("model(x + torch.randn_like(x)).mean()"), compute("model(x + torch.randn_like(x)).mean()", DDP.replace("torch.manual_seed(0)", "torch.manual_seed(rank)"))),
+    Pair("The seed of the script makes these random numbers equal", compute("model(x + torch.randn_like(x)).mean()"), HEAD + LOOP + "print(torch.randn(4))\n"),
+    Pair("All processes exchange values here at each step", "total = 0\n" + HEAD + LOOP + "    total += loss.item()\n", HEAD + LOOP + "    if i % 100 == 0:\n        print(loss.item())\n"),
+    Pair("All processes exchange values here at each step", "total = 0\n" + HEAD + LOOP + "    total += loss.item()\n", HEAD + LOOP + "print(loss.item())\n"),
+    Pair("This is not converted, since the script uses accel already", "from accel_runtime import Accelerator\n" + HEAD + LOOP, "from accel_runtime import Accelerator\naccelerator = Accelerator()\n" + HEAD + LOOP.replace("loss.backward()", "accelerator.backward(loss)")),
+    # saving
+    Pair("Use accelerator.save(object, path)", HEAD + LOOP + "torch.save(model.state_dict(), 'a.pt', pickle_protocol=4)\n", DDP + LOOP + "if rank == 0:\n    torch.save(model.state_dict(), 'a.pt', pickle_protocol=4)\n"),
+    Pair("Every process creates this folder", "import os\n" + HEAD + "os.mkdir('a')\n" + LOOP, "import os\n" + HEAD + "os.makedirs('a', exist_ok=True)\n" + LOOP),
+    Pair("os.makedirs('a', exist_ok=True)", "import os\n" + HEAD + "os.makedirs('a', exist_ok=False)\n" + LOOP, "import os\n" + DDP + "if rank == 0:\n    os.makedirs('a')\n" + LOOP),
+    Pair("Every process downloads these files", "from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', train=True, download=True, transform=None)\n" + LOOP, "from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', True, None, None, download=False)\n" + LOOP),
+    Pair("Every process downloads these files", "from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', True, None, None, True)\n" + LOOP, "from torchvision.datasets import MNIST\n" + HEAD + "data = MNIST('a', True, None, None, False)\n" + LOOP),
+    Pair("Every process writes this file", HEAD + LOOP + "with open('log.txt', 'w') as file:\n    file.write('end')\n", HEAD + LOOP + "with open('log.txt', 'r') as file:\n    file.read()\n"),
+    Pair("Every process writes this file", HEAD + LOOP + "import json, pathlib\nwith pathlib.Path('a').open('w') as file:\n    json.dump({}, file)\n", HEAD + LOOP + "with open('a.pt', 'wb') as file:\n    torch.save({}, file)\n"),
+    Pair("Every process writes this file", "import numpy as np\n" + HEAD + LOOP + "np.save('a.npy', [1])\n", "import numpy as np\n" + HEAD + LOOP + "np.load('a.npy')\n"),
+    Pair("Every process writes this file", "from torchvision.utils import save_image\n" + HEAD + LOOP + "    save_image(model(x), 'a.png')\n", "from torchvision.utils import save_image\n" + HEAD + LOOP + "    save_image(x.cpu(), 'a.png')\n"),
+    # training_metrics
+    Pair("This is counted from the samples of one process", "total = {}\n" + HEAD + LOOP + "    share = model(x).mean()\n    total['x'] = total['x'] + share\n", "total = 0\n" + HEAD + LOOP + "    total += loss.item() * x.size(0)\n"),
+    Pair("This is counted from the samples of one process", "total = 0\n" + compute("model(x).mean()") + "    total = total + (model(x) > 0).sum().item()\n", "seen = 0\n" + HEAD + LOOP.replace("    loss =", "    n = len(x)\n    seen += n\n    loss =")),
+    Pair("This is counted from the samples of one process", "hits = 0\n" + compute("out.mean()").replace("    loss", "    out = model(x)\n    hits += (out > 0).sum().item()\n    loss", 1), "hits = 0\n" + compute("out.mean()").replace("    loss", "    out = model(x)\n    loss", 1) + "    hits += (out > 0).sum().item()\n"),
+    Pair("This is counted from the samples of one process", "hits = 0\n" + compute("out.mean()").replace("    loss", "    out = model(x)\n    hits += (out > 0).sum().item()\n    loss", 1), "kept = {}\n" + compute("out.mean()").replace("    loss", "    out = model(x)\n    kept['x'] = out\n    loss", 1)),
+    Pair("This condition may differ between processes", HEAD + LOOP + "    if loss < 0.1:\n        break\n", "best = 9\n" + HEAD + LOOP + "    if loss < best:\n        best = loss\n"),
+    Pair("This condition may differ between processes", HEAD + LOOP + "    share = model(x).mean().item()\n    if share > 0.9:\n        break\n", HEAD + LOOP + "    value = loss.item()\n    if value < 0.1:\n        break\n"),
+    Pair("This condition may differ between processes", HEAD + LOOP.replace("    loss.backward()", "    kl = model.measure(x).mean()\n    if kl > 1:\n        break\n    loss.backward()"), HEAD + LOOP + "    if loss < 1:\n        for one in (1, 2):\n            break\n"),
+    Pair("This condition may differ between processes", EPISODES + "    if total > 9:\n        break\n", EPISODES.replace("total += env", "env") + "    total += 1\n    if total > 9:\n        break\n"),
+    Pair("This condition may differ between processes", HEAD + "loss = torch.ones(1)\nwhile loss > 0.1:\n    x = next(iter(loader))\n" + STEP, HEAD + "steps = 0\nwhile steps < 9:\n    steps += 1\n    x = next(iter(loader))\n" + STEP),
+    Pair("This condition may differ between processes", HEAD + LOOP + "    if model(x).mean() < 0.1:\n        break\n", "best = 0\n" + TEST + "for epoch in range(9):\n" + "".join(f"    {one}\n" for one in LOOP.splitlines()) + "    hits = 0\n    for x in test:\n        hits += model(x).argmax(1).sum().item()\n    if hits < best:\n        break\n"),
+    # wrappers
+    Pair("since the loss is computed by encode, and not by calling the model", compute("model.encode(x).mean()"), compute("model(x).mean() + model.norm(x)")),
+    Pair("since the loss is computed by encode, and not by calling the model", compute("model.decode(model.encode(x)).mean()"), compute("model.decode(model(x)).mean()")),
+    Pair("since the loss is computed by encode, and not by calling the model", compute("model.encode(x).mean()"), HEAD + LOOP.replace("    loss =", "    with torch.no_grad():\n        x = model.encode(x)\n    loss =") + "for x in loader:\n    model.encode(x)\n"),
+    Pair("since the loss is computed by inner, and not by calling the model", "from meta import Meta\n" + compute("inner(x).mean()", HEAD.replace("model = nn.Linear(8, 2)", "inner = nn.Linear(8, 2)\nmodel = Meta(inner)")), "from meta import Meta\n" + compute("model(inner(x)).mean()", HEAD.replace("model = nn.Linear(8, 2)", "inner = nn.Linear(8, 2)\nmodel = Meta(inner)"))),
+    Pair("Each process reads its own shards only if WebDataset gets nodesplitter", "import webdataset\n" + HEAD.replace("DataLoader(torch.randn(32, 8), batch_size=8)", "webdataset.WebLoader(webdataset.WebDataset('a.tar'), batch_size=8)") + LOOP, "import webdataset\nprint(webdataset.__version__)\n" + HEAD + LOOP),
+    Pair("since the loss is computed by functional_call, and not by calling the model. Leave the model out", "from torch.func import functional_call, vmap\n" + HEAD.replace("loader =", "def measure(params, x):\n    return functional_call(model, params, (x,)).mean()\nloader =") + LOOP.replace("model(x.to(device)).mean()", "vmap(measure, (None, 0))(dict(model.named_parameters()), x).mean()"), "from torch.func import functional_call, vmap\n" + HEAD + LOOP + "    with torch.no_grad():\n        print(functional_call(model, dict(model.named_parameters()), (x,)).shape)\n"),
+    Pair("the statistics of BatchNorm from the samples of one process", "from torch.optim.swa_utils import AveragedModel, update_bn\n" + HEAD + LOOP + "average = AveragedModel(model)\nupdate_bn(loader, average)\n", "from torch.optim.swa_utils import AveragedModel, update_bn\n" + HEAD + LOOP + "average = AveragedModel(model)\nupdate_bn(torch.randn(4, 8, 8), average)\n"),
+    Pair("The script divides these samples over the ranks itself", DDP.replace("torch.randn(32, 8)", "torch.randn(32, 8)[rank::dist.get_world_size()]") + LOOP, DDP.replace("batch_size=8", "batch_size=8 // dist.get_world_size(), num_workers=rank") + LOOP),
+    Pair("criterion holds a model as it is before accelerator.prepare", compute("criterion(x)", HELD), compute("criterion(x) + model(x).mean()", HELD)),
+    Pair("The gradients of criterion and model are not averaged", compute("criterion.compute(x)", OWN_HEAD), compute("criterion(x)", OWN_HEAD)),
+]  # fmt: skip
+
+
+# Pairs -----------------------------------------------------------------------------------
+
+PAIRS = [*LIBRARY_PAIRS, *OBJECT_PAIRS, *VALUE_PAIRS]
+MODULES = [
+    "accelerate",
+    "batches",
+    "collectives",
+    "conversion",
+    "devices",
+    "distributed",
+    "fabric",
+    "fabric_uses",
+    "lengths",
+    "loop",
+    "metrics",
+    "output",
+    "preparation",
+    "raw",
+    "saving",
+    "shell",
+    "spawn",
+    "training_metrics",
+    "wrappers",
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.finding)
+def test_a_finding_is_said_of_its_script_and_not_of_the_near_miss(pair):
+    _, found = convert(pair.script)
+    text, silent = convert(pair.near_miss)
+    assert any(pair.finding in one for one in found), found
+    assert not any(pair.finding in one for one in silent), silent
+    assert text != pair.near_miss or "accel_runtime" in pair.near_miss
+
+
+def test_each_sentence_of_the_modules_is_said_of_some_script():
+    said = "\n".join(text for pair in PAIRS for text in convert(pair.script)[1])
+    unsaid = [text for module in MODULES for text in list_unsaid(module, said)]
+    assert [text for text in unsaid if ". " in text or text.endswith((".'", ":'"))] == []
+
+
+@pytest.mark.parametrize("pair", [one for one in OBJECT_PAIRS if one.finding == NOT_REACHED])
+def test_a_device_at_the_top_makes_the_accelerator_known_everywhere(pair):
+    result = migrate_script(pair.script.replace(IMPORTS, IMPORTS + 'device = torch.device("cuda")\n'))
+    assert not any(NOT_REACHED in one.text for one in result.findings)
+    assert "accelerator.backward(loss)" in result.text
+
+
+# Converted scripts -----------------------------------------------------------------------
+
+CONVERSIONS = CONVERTED | CONVERTED_OBJECTS
+
+
+@pytest.mark.parametrize(("text", "line"), CONVERSIONS.values(), ids=CONVERSIONS)
 def test_a_place_of_one_process_is_converted(text, line):
     result = migrate_script(text)
     assert not result.findings
@@ -346,3 +850,46 @@ def test_an_import_under_a_condition_stays_and_the_rest_of_a_script_for_accelera
         migrate_script(text.replace("os.environ.get('TEST') == '1'", "__name__ == '__main__'")).text
         != migration.text
     )
+
+
+DISTRIBUTED_LOOP = """\
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = TensorDataset(torch.ones(16, 1))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+# parts
+for (x,) in loader:
+    loss = model(x).mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("def f{i}(a):\n    print(a)\n    return f{j}(a) * {i}\n", id="functions"),
+        pytest.param(
+            "if rank == {i}:\n    y{i} = model(torch.ones(1))\nprint({i})\n", id="conditions of ranks"
+        ),
+    ],
+)
+def test_the_work_of_a_conversion_grows_with_the_length_of_the_script(part):
+    """Counted in calls, not in seconds: quadratic work would be twice as many per line."""
+
+    def count_calls(number):
+        parts = "".join(part.format(i=i, j=max(i - 1, 0)) for i in range(number))
+        profile = cProfile.Profile()
+        profile.runcall(migrate_script, DISTRIBUTED_LOOP.replace("# parts\n", parts))
+        return sum(entry.callcount for entry in profile.getstats())
+
+    base, few, many = map(count_calls, (0, 10, 60))
+    assert (many - base) / 60 < 1.5 * (few - base) / 10
