@@ -476,7 +476,7 @@ def test_a_checkpoint_resumes_with_another_number_of_model_parallel_ranks(four, 
         )
         loader = accelerator.prepare_data_loader(DataLoader(part, batch_size=size, shuffle=True), data=data)
         if saves:
-            torch.manual_seed(3)
+            torch.manual_seed(3 + accelerator.data_parallel_rank)
         else:
             accelerator.resume(f"{folder}/kept")
         samples = []
