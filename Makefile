@@ -81,7 +81,7 @@ check: $(READY)  ## Lint, check types and formatting, and build the docs strictl
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/build_site.py
 
 fmt: $(READY)  ## Format the sources, and apply the fixes of the linter
 	$(BIN)/ruff check --fix .

@@ -283,22 +283,11 @@ def some(request, clusters):
 
 
 @pytest.fixture(scope="session")
-def site(tmp_path_factory):
-    """Build the documentation like `make check`, once for all processes of pytest-xdist, and return its folder."""
-    from filelock import FileLock
+def site():
+    """Return the folder of the documentation, as `make check` has built it; build it if the sources have changed."""
+    from docs.build_site import build_site
 
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
-    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    with FileLock(f"{folder}.lock"):
-        if not (marker := folder.with_suffix(".built")).exists():
-            process = subprocess.run(
-                command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False
-            )
-            assert process.returncode == 0, process.stdout + process.stderr
-            marker.touch()
-    return folder
+    return build_site()
 
 
 @pytest.fixture(scope="session")

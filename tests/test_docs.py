@@ -369,7 +369,9 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
         assert key in text
         assert key == "launcher.kind" or description.replace("`", "") in text, key
     text = page(site, "reference/variables")
-    constants = [value for value in vars(env).values() if isinstance(value, str) and value.startswith(env.PREFIX)]
+    constants = [
+        value for value in vars(env).values() if isinstance(value, str) and value.startswith(env.PREFIX)
+    ]
     others = [value for value in constants if not value.endswith("_")]  # beginnings of names
     for variable in [*Settings().to_env(), *others, "USE_FP16"]:
         assert variable in text, variable
