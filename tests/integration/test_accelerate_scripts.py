@@ -1,6 +1,7 @@
 """Scripts that use Accelerate or a Trainer themselves train with what the profile says, on several processes.
 
-The reference is the same script under torchrun with the variables that Accelerate reads, set by hand.
+The reference is the same script with the variables that Accelerate reads, set by hand: under torchrun, or in two ranks without
+a launcher where the script imports a Trainer, since each of its processes takes ten seconds to start.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import preload, run_accel, run_ranks
 from support.waits import limit
 
 pytest.importorskip("transformers")
@@ -83,6 +85,15 @@ time.sleep(1)  # threads of gloo that release tensors while Python exits abort t
 """
 SCRIPTS = {"plain": PLAIN, "Trainer": TRAINER}
 PAIR = ("launch", "--no-profile", "--cpu", "--nproc-per-node", "2")
+ONE = ("launch", "--no-profile", "--cpu", "--set", "launcher.kind=torchrun", "--nproc-per-node", "1")
+"""A launch that forks its process, as one of several does."""
+
+
+@pytest.fixture
+def accel():
+    """Run `accel`, forked from an interpreter that has imported Transformers: a launch by exec imports the packages itself."""
+    preload("transformers.trainer", "transformers.models.llama.modeling_llama")
+    return run_accel
 
 
 @pytest.fixture
@@ -116,17 +127,21 @@ def run_torchrun(folder, text, **variables):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_as_under_torchrun_with_the_variables_of_accelerate(train, tmp_path, name):
+def test_a_script_trains_as_under_torchrun_with_the_variables_of_accelerate(train, tmp_path, port, name):
     options = ("--mixed-precision", "bf16")
     facts = train(SCRIPTS[name], *PAIR, *options)
     variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    assert facts == run_torchrun(tmp_path, SCRIPTS[name], **variables)
+    if name == "plain":
+        assert facts == run_torchrun(tmp_path, SCRIPTS[name], **variables)
+    else:
+        output, _ = run_ranks(2, port, tmp_path / "train.py", cwd=tmp_path, **variables)
+        assert facts == read_facts(output)
     assert (facts["processes"], facts["precision"]) == (2, "bf16")
     assert facts.get("dtypes", ["torch.bfloat16"]) == ["torch.bfloat16"]
 
 
 def test_two_processes_train_as_one_on_the_same_global_batches(train):
-    two, one = train(PLAIN, *PAIR), train(PLAIN, "launch", "--no-profile", "--cpu")
+    two, one = train(PLAIN, *PAIR), train(PLAIN, *ONE)
     assert (one["processes"], two["processes"]) == (1, 2)
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
 
@@ -179,24 +194,24 @@ def test_a_script_of_accel_that_imports_accelerate_is_not_refused(accel, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "name"),
     [
-        (*PAIR, "--set", "launcher.start_method=forkserver"),
-        (*PAIR, "--set", "launcher.start_method=exec"),
-        ("launch", "--no-profile", "--cpu"),
+        pytest.param((*PAIR, "--set", "launcher.start_method=forkserver"), "Trainer", id="forkserver"),
+        pytest.param((*PAIR, "--set", "launcher.start_method=exec"), "plain", id="exec"),
+        pytest.param(("launch", "--no-profile", "--cpu"), "Trainer", id="single", marks=pytest.mark.full),
     ],
-    ids=["forkserver", "exec", "single"],
 )
-def test_what_accelerate_cannot_do_is_printed_once(accel, tmp_path, command):
-    (tmp_path / "train.py").write_text(TRAINER)
+def test_what_accelerate_cannot_do_is_printed_once(accel, tmp_path, command, name):
+    (tmp_path / "train.py").write_text(SCRIPTS[name])
     options = ("process_group_timeout=600", "gradient_accumulation_steps=2")
     assignments = [word for text in options for word in ("--set", text)]
     result = accel(*command, *assignments, "train.py", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stderr.splitlines() if "has no effect in a" in line]
+    of_trainer = ["accel: gradient_accumulation_steps: 2"] if name == "Trainer" else []
     assert [line.split(" has no")[0] for line in lines] == [
         "accel: process_group_timeout: 600",
-        "accel: gradient_accumulation_steps: 2",
+        *of_trainer,
     ]
 
 

@@ -43,23 +43,21 @@ PRINTED = {
 }
 """For each example its arguments here, and a pattern of its output."""
 IMPORTED = (
-    "sklearn.datasets",
-    "sklearn.metrics",
     "datasets",
     "peft",
     "torchmetrics.classification",
     "transformers.models.bert.modeling_bert",
     "transformers.models.llama.modeling_llama",
 )
-"""The packages of examples that take seconds to import."""
+"""The packages of the other examples, which take ten seconds to import."""
 FORKED = ("--set", "launcher.kind=torchrun")
 """Options of a launch of one process, which otherwise executes a new interpreter that imports all of these again."""
 
 
 @pytest.fixture
 def accel(cwd, monkeypatch):
-    """Run `accel` in an empty folder, forked from an interpreter with the packages of the examples."""
-    preload(*IMPORTED)
+    """Run `accel` in an empty folder, forked from an interpreter with the packages of most examples."""
+    preload("sklearn.datasets", "sklearn.metrics")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a process alone would take all cores for models this small
     return run_accel
 
@@ -74,14 +72,13 @@ def test_every_example_is_tested():
 
 FIRST = {
     "checkpointing",
-    "digits",
     "early_stopping",
     "evaluation",
     "gan",
     "streaming",
     "token_weights",
 }
-"""The examples of training, saving and evaluating, which `make test-slow` runs; `make test-full` runs all."""
+"""The examples of training, saving and evaluating, which `make test-slow` runs; `make demo` runs `digits`, and `make test-full` all."""
 
 
 @pytest.mark.parametrize(
@@ -90,6 +87,8 @@ FIRST = {
 )
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_an_example_prints_its_result_once(accel, monkeypatch, example, processes):
+    if example not in FIRST:
+        preload(*IMPORTED)
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
     arguments, printed = PRINTED[example]
     result = accel("launch", "--nproc-per-node", processes, EXAMPLES / f"{example}.py", *arguments)
@@ -192,6 +191,7 @@ def test_the_moving_average_of_a_sharded_image_classifier_is_resumed(accel, monk
 
 
 def test_an_image_classifier_reports_the_images_that_pad_its_last_batch(accel):
+    preload("torchmetrics.classification")
     script = (EXAMPLES / "image_classification.py", "--epochs", 1, "--pad")
     result = accel("launch", "--cpu", "--nproc-per-node", 2, *script)
     assert result.returncode == 0, result.stderr

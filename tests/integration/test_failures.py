@@ -352,42 +352,49 @@ def test_the_report_of_a_rank_killed_for_memory(script, memory_group):
     )
 
 
+KEEP_RUNNING = {
+    "a thread": (
+        "threading.Thread(target=wait).start(); raise ValueError('no data')",
+        "ValueError: no data",
+    ),
+    "an exit handler": ("atexit.register(wait); raise ValueError('no data')", "ValueError: no data"),
+    "a child process": (
+        "multiprocessing.Process(target=wait).start(); sys.exit('no data')",
+        "exited with code 1: no data",
+    ),
+}
+"""For each thing that keeps the process of a failed rank running, the code and the cause that is shown."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keeps", "cause"),
-    [
-        ("threading.Thread(target=wait).start(); raise ValueError('no data')", "ValueError: no data"),
-        pytest.param(
-            "atexit.register(wait); raise ValueError('no data')",
-            "ValueError: no data",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "multiprocessing.Process(target=wait).start(); sys.exit('no data')",
-            "exited with code 1: no data",
-        ),
-    ],
-    ids=["a thread", "an exit handler", "a child process"],
-)
-def test_a_failure_is_shown_while_its_process_still_runs(script, cwd, home, keeps, cause):
-    script(
-        "import atexit, multiprocessing, os, sys, threading, time\nfrom pathlib import Path\n"
-        "def wait():\n    while not Path('end').exists(): time.sleep(0.05)\n"
-        f"if os.environ['RANK'] == '1':\n    {keeps}\nwait()\n"
-    )
-    with Accel("launch", "--nproc-per-node", "2", "train.py", stderr=subprocess.PIPE, text=True) as process:
-        lines = [process.stderr.readline() for _ in range(1)]
-        while not lines[-1].startswith("accel: error: "):
-            lines.append(process.stderr.readline())
-        assert re.fullmatch(rf"accel: error: rank 1 of 2 on .* \(pid \d+\): {cause}\n", lines[-1])
-        assert "rank 1 of 2 has failed, but does not exit" in process.stderr.readline()
-        assert log(home, 1).count("no data\n") == 1
-        (cwd / "end").touch()
-        rest = process.stderr.read()
-    assert process.returncode == 1
-    assert rest.count(cause) == 1
-    assert "does not exit" not in rest
-    assert log(home, 1).count("no data\n") == 1
+def test_a_failure_is_shown_while_its_process_still_runs(script):
+    """All launches at the same time, since each waits ten seconds for the exit."""
+    command = ("launch", "--nproc-per-node", "2", "train.py")
+    with contextlib.ExitStack() as stack:
+        launches = []
+        for name, (keeps, cause) in KEEP_RUNNING.items():
+            text = (
+                "import atexit, multiprocessing, os, sys, threading, time\nfrom pathlib import Path\n"
+                "def wait():\n    while not Path('end').exists(): time.sleep(0.05)\n"
+                f"if os.environ['RANK'] == '1':\n    {keeps}\nwait()\n"
+            )
+            folder = script(text, f"{name}/train.py").parent
+            environ = {**os.environ, "ACCEL_HOME": str(folder / "home")}
+            process = Accel(*command, stderr=subprocess.PIPE, text=True, cwd=folder, env=environ)
+            launches.append((folder, cause, stack.enter_context(process)))
+        for folder, cause, process in launches:
+            line = process.stderr.readline()
+            while not line.startswith("accel: error: "):
+                line = process.stderr.readline()
+            assert re.fullmatch(rf"accel: error: rank 1 of 2 on .* \(pid \d+\): {cause}\n", line), folder.name
+            assert "rank 1 of 2 has failed, but does not exit" in process.stderr.readline(), folder.name
+            assert log(folder / "home", 1).count("no data\n") == 1, folder.name
+            (folder / "end").touch()
+            rest = process.stderr.read()
+            assert process.wait(limit(60)) == 1, folder.name
+            assert rest.count(cause) == 1, folder.name
+            assert "does not exit" not in rest, folder.name
+            assert log(folder / "home", 1).count("no data\n") == 1, folder.name
 
 
 def test_a_signal_to_the_launcher_shows_a_failure_whose_process_still_runs(script, cwd, home):
@@ -407,8 +414,15 @@ def test_a_signal_to_the_launcher_shows_a_failure_whose_process_still_runs(scrip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["exec", "forkserver"])
-@pytest.mark.parametrize("end", ["raise ValueError('of the child')", "sys.exit('of the child')"])
+@pytest.mark.parametrize(
+    ("end", "method"),
+    [
+        ("raise ValueError('of the child')", "forkserver"),
+        ("sys.exit('of the child')", "exec"),
+        pytest.param("raise ValueError('of the child')", "exec", marks=pytest.mark.full),
+        pytest.param("sys.exit('of the child')", "forkserver", marks=pytest.mark.full),
+    ],
+)
 def test_the_failure_of_a_forked_child_is_not_that_of_its_rank(script, cwd, home, method, end):
     script(
         "import os, sys, time\nrank = os.environ['RANK']\n"

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.commands import run_accel
+from support.commands import run_accel, run_together
 from support.hosts.network import hosts
 from support.waits import limit, wait_until
 
@@ -69,14 +69,39 @@ PAIR = ("launch", "-q", "--no-profile", "--cpu", "--nproc-per-node", 2, "--shutd
 STALLS = ("--stall-timeout", 6)
 
 
-def launch(*options):
-    return run_accel(*PAIR, *map(str, options))
+RESTARTS = ("--stall-action", "restart", "--max-restarts")
+STARTS_WITHIN = ("--set", "launcher.startup_timeout=3")
+LAUNCHES = {
+    "restarted": (TRAINS, (*PAIR, *STALLS, *RESTARTS, 2, "train.py", 3, "once")),
+    "resumed": (RESUMES, (*PAIR, *STALLS, *RESTARTS, 1, "train.py")),
+    "no restart is left": (
+        TRAINS,
+        (*PAIR, *STALLS, *RESTARTS, 1, *STARTS_WITHIN, "train.py", 3, "always"),
+    ),
+    "no progress since the restart": (
+        TRAINS,
+        (*PAIR, *STALLS, *RESTARTS, 3, *STARTS_WITHIN, "train.py", 0, "always"),
+    ),
+}
+"""For each launch of the tests with `results`, its script and command."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return the results of the launches by name; they run at the same time, since they mostly wait."""
+    folder = tmp_path_factory.mktemp("launches")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_")}
+    for name, (text, _) in LAUNCHES.items():
+        (folder / name / ".git").mkdir(parents=True)
+        (folder / name / "train.py").write_text(text)
+    commands = {folder / name: command for name, (_, command) in LAUNCHES.items()}
+    done = run_together(commands, env=environ | {"ACCEL_HOME": str(folder / "home")})
+    return {path.name: result for path, result in done.items()}
 
 
 @pytest.mark.slow
-def test_restarted_processes_train_to_the_end(script):
-    script(TRAINS)
-    done = launch(*STALLS, "--stall-action", "restart", "--max-restarts", 2, "train.py", 3, "once")
+def test_restarted_processes_train_to_the_end(results):
+    done = results["restarted"]
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 finished in attempt 1\n"
     assert re.search(r"accel: restart 1 of 2: no progress for \d+ s on ", done.stderr)
@@ -84,15 +109,14 @@ def test_restarted_processes_train_to_the_end(script):
 
 
 @pytest.mark.slow
-def test_a_restarted_script_resumes_from_its_newest_checkpoint(script):
-    script(RESUMES)
-    done = launch(*STALLS, "--stall-action", "restart", "--max-restarts", 1, "train.py")
+def test_a_restarted_script_resumes_from_its_newest_checkpoint(results):
+    done = results["resumed"]
     assert (done.returncode, done.stdout) == (0, "continued from step 4\n"), done.stderr
 
 
 def test_a_stall_that_fails_ends_the_run_with_its_own_code(script, cwd):
     script(TRAINS)
-    done = launch(*STALLS, "--stall-action", "fail", "train.py", 3, "once")
+    done = run_accel(*PAIR, *STALLS, "--stall-action", "fail", "train.py", 3, "once")
     assert done.returncode == 124
     assert "accel: error: The run has stalled: no progress for " in done.stderr
     assert "It is not restarted: launcher.stall_action is fail." in done.stderr
@@ -103,19 +127,16 @@ def test_a_stall_that_fails_ends_the_run_with_its_own_code(script, cwd):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("restarts", "arguments", "reason", "count"),
+    ("name", "reason"),
     [
-        (1, (3, "always"), "all 1 restarts are used (launcher.max_restarts)", 1),
-        (3, (0, "always"), "no step was made since the restart after the last stall", 1),
+        ("no restart is left", "all 1 restarts are used (launcher.max_restarts)"),
+        ("no progress since the restart", "no step was made since the restart after the last stall"),
     ],
-    ids=["no restart is left", "no progress since the restart"],
 )
-def test_a_restart_that_does_not_help_is_not_repeated(script, restarts, arguments, reason, count):
-    script(TRAINS)
-    options = ("--max-restarts", restarts, "--set", "launcher.startup_timeout=3")
-    done = launch(*STALLS, "--stall-action", "restart", *options, "train.py", *arguments)
+def test_a_restart_that_does_not_help_is_not_repeated(results, name, reason):
+    done = results[name]
     assert done.returncode == 124
-    assert done.stderr.count("accel: restart ") == count
+    assert done.stderr.count("accel: restart ") == 1
     assert f"It is not restarted: {reason}." in done.stderr
 
 

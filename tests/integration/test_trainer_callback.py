@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from support.commands import preload, run_accel
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -50,14 +51,15 @@ LAUNCH = ("launch", "--no-profile", "-q", "--cpu", "--nproc-per-node", "2", "--r
 
 
 @pytest.fixture
-def train(accel, script, cwd, monkeypatch):
+def train(script, cwd, monkeypatch):
     """Return a function that launches the script, and returns the facts of its ranks and what was printed."""
+    preload("transformers.trainer", "transformers.models.llama.modeling_llama")
     script(SCRIPT)
 
     def run(*options, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        done = accel(*LAUNCH, *options, "train.py")
+        done = run_accel(*LAUNCH, *options, "train.py")
         for name in variables:
             monkeypatch.delenv(name)
         assert done.returncode == 0, done.stderr
@@ -68,12 +70,11 @@ def train(accel, script, cwd, monkeypatch):
 
 
 def test_a_trainer_goes_on_after_a_failure_a_preemption_and_a_damaged_checkpoint_as_if_nothing_had_happened(
-    train, cwd, home, accel
+    train, cwd, home
 ):
-    """One test, since each launch imports Transformers on two processes."""
     expected, _ = train()
     assert len(expected[0]["losses"]) == 6
-    shown = json.loads(accel("top", max((home / "runs").iterdir()).name, "--json").stdout)
+    shown = json.loads(run_accel("top", max((home / "runs").iterdir()).name, "--json").stdout)
     for rank in shown["ranks"]:
         assert (rank["steps"], rank["batches"], rank["epoch"]) == (6, 12, 1)
         assert (rank["epoch_batches"], rank["epoch_length"]) == (6, 6)

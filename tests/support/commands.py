@@ -1,8 +1,8 @@
 """The `accel` command: in a process forked from an interpreter that has imported torch, or in the test process.
 
-This file is both sides. Tests use `Accel`, `run_accel` and `call_accel`; a forked process calls `run_command`. Its plan, fork
-server, agent and ranks are real. Only the start of an interpreter that imports torch is left out: tests of the start of a
-launch, and tests with variables that Python or torch reads at its start, use `accel` of `conftest.py`.
+This file is both sides. Tests use `Accel`, `run_accel`, `run_together`, `run_ranks` and `call_accel`; a forked process calls
+`run_command`. Its plan, fork server, agent and ranks are real. Only the start of an interpreter that imports torch is left out:
+tests of the start of a launch, and tests with variables that Python or torch reads at its start, use `accel` of `conftest.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -75,6 +76,59 @@ def run_accel(*args, timeout=240, **options):
     with Accel(*args, **options) as process:
         out, err = process.communicate(timeout=limit(timeout))
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_together(commands, **options):
+    """Run several commands at the same time, as those that mostly wait.
+
+    Args:
+        commands: The arguments of each command, by its working folder.
+        options: Options of `run_accel` for all of them.
+
+    Returns:
+        The result of each command, by its working folder.
+    """
+    with ThreadPoolExecutor(len(commands)) as pool:
+        results = pool.map(lambda folder: run_accel(*commands[folder], cwd=folder, **options), commands)
+        return dict(zip(commands, results, strict=True))
+
+
+def run_ranks(size, port, script, *args, cwd, **variables):
+    """Run a script as a group of ranks without a launcher: forked, with the variables that torchrun sets.
+
+    Args:
+        size: The number of ranks.
+        port: A free port, where rank 0 starts the store of the group.
+        script: The path of the script.
+        args: Its arguments.
+        cwd: Its working folder.
+        variables: Further environment variables.
+
+    Returns:
+        The output of each rank.
+    """
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    environ = {**os.environ, **place, "LOCAL_WORLD_SIZE": str(size), **variables}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                ForkedProcess(
+                    INTERPRETER,
+                    str(script),
+                    map(str, args),
+                    cwd=cwd,
+                    env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    **pipes,
+                )
+            )
+            for rank in range(size)
+        ]
+        with ThreadPoolExecutor(size) as pool:
+            results = list(pool.map(lambda process: process.communicate(timeout=limit(240)), processes))
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    return [output for output, _ in results]
 
 
 def call_accel(capfd, *args, env=None):
