@@ -116,8 +116,9 @@ def test_without_one_extension_its_tables_have_all_other_rows(delete):
         assert read("print_rows", delete(name), *tables) == remaining, name
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_one_extension_all_modules_import_that_did(delete):
+    """`test_architecture.py` finds an extension that imports another, which this test shows by running it."""
     INTERPRETER.preload(
         "transformers.trainer_callback", "torch.distributed.elastic.agent.server.api", "libcst"
     )

@@ -120,8 +120,14 @@ print("end", file=sys.stderr)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["exec", "forkserver"])
-@pytest.mark.parametrize("ranks", ["0", "all", "none"])
+@pytest.mark.parametrize(
+    ("ranks", "method"),
+    [
+        pytest.param(ranks, method, marks=[pytest.mark.full] * ((ranks == "all") != (method == "exec")))
+        for ranks in ("0", "all", "none")
+        for method in ("exec", "forkserver")
+    ],
+)
 def test_a_script_sets_the_encoding_of_redirected_streams(script, cwd, home, ranks, method):
     """The streams of a rank must not keep that those of the launcher, which are files, can seek."""
     script(ENCODED)

@@ -50,8 +50,8 @@ def read_ranks(home):
     "options",
     [
         (),
-        pytest.param(("--nproc-per-node", 2), marks=pytest.mark.slow),
-        pytest.param(("--nproc-per-node", 2, "--set", "launcher.start_method=exec"), marks=pytest.mark.slow),
+        ("--nproc-per-node", 2),
+        pytest.param(("--nproc-per-node", 2, "--set", "launcher.start_method=exec"), marks=pytest.mark.full),
     ],
     ids=["single", "fork server", "exec"],
 )

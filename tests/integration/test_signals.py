@@ -225,7 +225,7 @@ def test_children_of_a_rank_are_signalled_after_it_has_exited(script, cwd, launc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deaf", [True, False])
+@pytest.mark.parametrize("deaf", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_killed_launcher_leaves_no_process_after_five_seconds(script, launch, deaf):
     head = (
         DEAF if deaf else "import os, subprocess, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n"
@@ -305,7 +305,9 @@ def test_daemons_of_a_successful_run_continue(script, cwd, launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [None, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_a_guard_that_was_killed_is_started_again_and_ends_the_ranks(script, cwd, launch, number):
     script("import os, time\nfrom pathlib import Path\nrank = os.environ['RANK']\n" + UP + WAIT)
     launched = launch().up()

@@ -70,12 +70,7 @@ NAMES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
-    [
-        *(pytest.param(place, marks=pytest.mark.full) for place in ("data", "backward")),
-        "forward",
-        "update",
-        "rest",
-    ],
+    [pytest.param(place, marks=[pytest.mark.full] * (place not in {"forward", "rest"})) for place in NAMES],
 )
 def test_a_rank_that_sleeps_50_ms_a_step_is_named_within_3_seconds_with_the_part_in_which_it_sleeps(
     script, home, cwd, place

@@ -185,7 +185,7 @@ def test_a_process_that_ends_early_is_named_by_the_waiting_ranks(accel, script, 
     "call",
     [
         "gather(torch.ones(1))",
-        pytest.param("wait_for_everyone()", marks=pytest.mark.slow),
+        pytest.param("wait_for_everyone()", marks=pytest.mark.full),
     ],
 )
 def test_a_process_that_leaves_the_loop_early_fails_at_its_next_collective(accel, script, call):
@@ -242,7 +242,7 @@ for epoch in range(2):
             2,
             "if accelerator.is_main_process: break",
             ("waits in all_gather of random states", "is in backward()"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
         pytest.param(
             2,
@@ -283,7 +283,7 @@ def test_ranks_that_wait_for_each_other_end_within_seconds(accel, script, step, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shown", ["all", "0"])
+@pytest.mark.parametrize("shown", ["all", pytest.param("0", marks=pytest.mark.full)])
 def test_ranks_that_wait_for_each_other_in_torch_are_reported_once_with_their_lines(script, cwd, shown):
     script(
         LEAVES.replace("STEP", "2")
@@ -358,7 +358,7 @@ def test_a_collective_waits_for_a_process_in_backward_passes_that_average_nothin
     ("stray", "message"),
     [
         ("time.sleep(100)", "rank 0 is at train.py:9 (<module>) after 9 steps"),
-        ("continue", "rank 0 ended normally after 11 steps"),
+        pytest.param("continue", "rank 0 ended normally after 11 steps", marks=pytest.mark.full),
         (
             "accelerator.gather(torch.ones(1))",
             "rank 0 waits in gather at train.py:9 (<module>) after 9 steps",

@@ -180,7 +180,13 @@ FAILURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[pytest.mark.full] * (name == "an exception"))
+        for name, code in FAILURES.items()
+    ],
+)
 def test_a_failure_whose_text_has_no_encoding_is_reported(accel, script, cwd, monkeypatch, code):
     """The text passes the record, the log, the store of the rendezvous, the event and the file with the reason."""
     monkeypatch.setenv("ACCEL_HOME", str(cwd / NOT_UTF_8))
@@ -195,7 +201,7 @@ def test_a_failure_whose_text_has_no_encoding_is_reported(accel, script, cwd, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["forkserver", "exec"])
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("exec", marks=pytest.mark.full)])
 def test_names_that_are_not_utf_8_pass_a_whole_run(accel, script, cwd, monkeypatch, start_method):
     """Of the script and its folder, of the runs, of checkpoints and of values in collectives."""
     monkeypatch.setenv("ACCEL_HOME", str(cwd / NOT_UTF_8))

@@ -38,7 +38,7 @@ def test_a_loop_in_the_style_of_glue_resumes_with_the_steps_of_the_whole_run(cwd
         cwd, "glue_style.py", "--output_dir", "out", "--checkpointing_steps", 1, "--die_at_step", 5, code=9
     )
     assert set(died) <= set(uninterrupted)
-    for step in (1, 2, 5):
+    for step in (2, 5):
         resumed = train(
             cwd, "glue_style.py", "--output_dir", "more", "--resume_from_checkpoint", f"out/step_{step}"
         )

@@ -22,7 +22,9 @@ SCRIPT = Path(__file__).parents[1] / "data" / "types"
 @pytest.mark.parametrize(
     "checker",
     [
-        pytest.param(["mypy", "--strict", "--config-file=", "--cache-dir=.cache"], id="mypy"),
+        pytest.param(
+            ["mypy", "--strict", "--config-file=", "--cache-dir=.cache"], id="mypy", marks=pytest.mark.full
+        ),
         # Pyright with the interpreter of its language in a package, where pyright itself downloads one.
         pytest.param(
             ["basedpyright", "--project", "pyrightconfig.json", "--pythonpath", sys.executable], id="pyright"

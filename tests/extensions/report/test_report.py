@@ -274,12 +274,12 @@ def test_an_empty_run_has_a_sentence_in_each_section_and_no_plot(report, runs):
 @pytest.mark.parametrize(
     "garbage",
     [
-        pytest.param(b"", id="empty", marks=pytest.mark.slow),
-        pytest.param(b"\0" * 5000, id="zeros", marks=pytest.mark.slow),
+        pytest.param(b"", id="empty", marks=pytest.mark.full),
+        pytest.param(b"\0" * 5000, id="zeros", marks=pytest.mark.full),
         pytest.param(b"[1, 2", id="cut"),
         pytest.param(b'{"time": "x", "values": 3}\n[]\nnull\n', id="types"),
-        pytest.param(b"[" * 100_000, id="deep", marks=pytest.mark.slow),
-        pytest.param(b"\xff" * 20_000, id="binary", marks=pytest.mark.slow),
+        pytest.param(b"[" * 100_000, id="deep", marks=pytest.mark.full),
+        pytest.param(b"\xff" * 20_000, id="binary", marks=pytest.mark.full),
         pytest.param(None, id="missing"),
     ],
 )

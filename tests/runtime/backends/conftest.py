@@ -12,7 +12,12 @@ XLA = {"xla 1": "1 replica", "xla 2": "2 replicas", "xla 4": "4 replicas", "spmd
 HERE = XLA if importlib.util.find_spec("torch_xla") else GLOO
 
 
-@pytest.fixture(params=HERE, ids=HERE.values())
+@pytest.fixture(
+    params=[
+        pytest.param(ranks, id=name, marks=[pytest.mark.full] * (ranks == "xla 4"))
+        for ranks, name in HERE.items()
+    ]
+)
 def ranks(request, clusters):
     """Each cluster of one or several ranks, in turn."""
     return clusters[request.param]

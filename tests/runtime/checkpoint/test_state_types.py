@@ -189,7 +189,7 @@ def test_every_kind_of_model_resumes_exactly(alone, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in MODELS_ON_TWO else pytest.mark.slow) for kind in MODELS]
+    "kind", [pytest.param(kind, marks=[] if kind in MODELS_ON_TWO else pytest.mark.full) for kind in MODELS]
 )
 def test_every_kind_of_model_resumes_exactly_on_two_ranks(pair, kind, tmp_path):
     assert_resumes_are_exact(
@@ -437,7 +437,7 @@ def test_an_accumulation_cycle_resumes_exactly(alone, kind, tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[] if kind in {"clipped", "weights and fp16"} else pytest.mark.slow)
+        pytest.param(kind, marks=[] if kind in {"clipped", "weights and fp16"} else pytest.mark.full)
         for kind in ACCUMULATION
     ],
 )

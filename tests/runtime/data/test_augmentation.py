@@ -135,6 +135,8 @@ def require_equal_resumes(pair, kind, *starts, epochs, workers=None, apart=0):
 SIBLINGS = ["two", "shuffled", "persistent", "persistent in order", "far ahead", "initialised", "a stream"]
 SIBLINGS += ["a persistent stream"]
 """Kinds whose options are those of other kinds; `make test-full` resumes them."""
+FROM_ANY_BATCH = ["one by one", "dispatched", "a stream with a state", "without"]
+"""Kinds that `make test-slow` resumes from the first batch and from the last one; `make test-full` resumes all."""
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_resumed_run_draws_what_the_uninterrupted_run_draws(pair, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind in SIBLINGS)) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind not in FROM_ANY_BATCH)) for kind in KINDS]
 )
 @pytest.mark.parametrize(
     "starts", [[(0, 0), (2, -1)], pytest.param([(0, 3), (2, 0)], marks=pytest.mark.full)], ids=str

@@ -114,8 +114,8 @@ def load_all(folder, layout, ways, sources):
 @pytest.mark.parametrize(
     ("layouts", "ways"),
     [
-        (("one process", "dp_shard"), ("plain", "both")),
-        pytest.param(tuple(LAYOUTS), WAYS, marks=pytest.mark.slow),
+        (tuple(LAYOUTS), ("plain", "compiled after", "both")),
+        pytest.param(tuple(LAYOUTS), WAYS, marks=pytest.mark.full),
     ],
     ids=["some", "all"],
 )

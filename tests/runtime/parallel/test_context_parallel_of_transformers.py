@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from support.pairs import pairwise_params
 
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
@@ -109,15 +110,10 @@ def check_family(ranks, family, implementation, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_model_of_transformers_computes_what_one_process_computes(pair, implementation):
-    check_family(pair, "llama", implementation)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "implementation", "world_size"),
+    pairwise_params({"family": FAMILIES, "implementation": ["sdpa", "eager"], "world_size": [2, 4]}),
+)
 def test_models_of_each_family_compute_what_one_process_computes(
     clusters, family, implementation, world_size
 ):
@@ -352,21 +348,23 @@ def train(sizes, batch_size, implementation, compiled):
     return accelerator.get_state_dict(model), torch.stack(losses)
 
 
+LAYOUTS = {
+    "cp 2": (2, {"cp_size": 2}),
+    "cp 4": (4, {"cp_size": 4}),
+    "dp_replicate 2 x cp 2": (4, {"dp_replicate_size": 2, "cp_size": 2}),
+    "dp_shard 2 x cp 2": (4, {"dp_shard_size": 2, "cp_size": 2}),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    ("world_size", "sizes"),
-    [
-        (2, {"cp_size": 2}),
-        (4, {"cp_size": 4}),
-        (4, {"dp_replicate_size": 2, "cp_size": 2}),
-        (4, {"dp_shard_size": 2, "cp_size": 2}),
-    ],
+    ("layout", "implementation", "compiled"),
+    pairwise_params(
+        {"layout": list(LAYOUTS), "implementation": ["sdpa", "eager"], "compiled": [False, True]}
+    ),
 )
-def test_training_a_model_of_transformers_equals_one_process(
-    clusters, world_size, sizes, implementation, compiled
-):
+def test_training_a_model_of_transformers_equals_one_process(clusters, layout, implementation, compiled):
+    world_size, sizes = LAYOUTS[layout]
     expected = train(None, 2, implementation, False)
     batch_size = 2 // (4 // sizes["cp_size"] if world_size == 4 else 1)
     results = clusters[world_size].run(train, sizes, batch_size, implementation, compiled)

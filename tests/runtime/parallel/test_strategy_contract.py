@@ -29,6 +29,8 @@ XLA_CASES = {name: (name, {}) for name in ("xla 1", "xla 2", "xla 4", "spmd 4")}
 ZERO_CASES = {
     f"ZeRO stage {stage} on {size} processes": (size, {"stage": stage}) for stage in "0123" for size in (2, 3)
 }
+ZERO_FULL = {f"ZeRO stage {stage} on {size} processes" for stage, size in ("03", "12", "23", "32")}
+"""Each stage runs on two processes or on three; `make test-full` runs the others."""
 # torch_xla and deepspeed are in environments of their own, where `make test-xla` runs the same tests on the CPU device of
 # torch_xla, and `make test-deepspeed` those of ZeRO.
 HERE = (
@@ -42,7 +44,7 @@ HERE = (
 
 @pytest.fixture(
     params=[
-        pytest.param(case, id=name, marks=pytest.mark.full if case[0] == 4 else ())
+        pytest.param(case, id=name, marks=[pytest.mark.full] * (case[0] in {4, "xla 4"} or name in ZERO_FULL))
         for name, case in HERE.items()
     ]
 )

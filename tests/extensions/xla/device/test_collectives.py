@@ -56,13 +56,16 @@ class OnDevice:
         return self._replicas.run(on_device, function, *args)
 
 
-@pytest.fixture(params=[1, 2, 4], ids=["1 replica", "2 replicas", "4 replicas"])
+FOUR = pytest.param(4, id="4 replicas", marks=pytest.mark.full)
+
+
+@pytest.fixture(params=[pytest.param(1, id="1 replica"), pytest.param(2, id="2 replicas"), FOUR])
 def ranks(request, replicas):
     """One, two and four replicas, in turn."""
     return OnDevice(replicas[request.param])
 
 
-@pytest.fixture(params=[2, 4], ids=["2 replicas", "4 replicas"])
+@pytest.fixture(params=[pytest.param(2, id="2 replicas"), FOUR])
 def several(request, replicas):
     """Two and four replicas, in turn."""
     return OnDevice(replicas[request.param])

@@ -13,10 +13,14 @@ pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its o
 from accel_runtime import Accelerator, DataLoaderConfiguration
 from accel_runtime.foundation.nested import ContainerSpec
 
-SIZES = [1, 2, 4]
 
-
-@pytest.fixture(params=SIZES, ids=["1 replica", "2 replicas", "4 replicas"])
+@pytest.fixture(
+    params=[
+        pytest.param(1, id="1 replica"),
+        pytest.param(2, id="2 replicas", marks=pytest.mark.full),
+        pytest.param(4, id="4 replicas"),
+    ]
+)
 def ranks(request, replicas):
     """Each number of replicas, in turn."""
     return replicas[request.param]

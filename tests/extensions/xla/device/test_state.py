@@ -136,7 +136,7 @@ def test_a_tracker_records_on_the_first_replica(replicas, tmp_path):
     assert [line["values"] for line in lines if "values" in line] == [{"loss": 1.0}]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_replicas_with_different_options_do_not_interfere(replicas, size):
     def train():
         state = PartialState()
