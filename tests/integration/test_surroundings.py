@@ -245,7 +245,9 @@ def process_limit():
     folder.rmdir()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(3, marks=pytest.mark.full), 4, pytest.param(5, marks=pytest.mark.full)]
+)
 def test_a_limit_on_processes_is_named(script, process_limit, count):
     """Processes and threads fail to start one after the other: of the store, of the output, of the server, of the ranks."""
     script("import torch")
