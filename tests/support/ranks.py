@@ -1,6 +1,6 @@
 """Ranks in real processes that stay alive and call the functions that tests send to them.
 
-This file is both sides. Tests use `Cluster`, `Alone` and `run_script`; a forked process calls `serve`.
+This file is both sides. Tests use `Cluster`, `Alone`, `preload` and `run_script`; a forked process calls `serve`.
 """
 
 from __future__ import annotations
@@ -217,6 +217,13 @@ class Cluster:
             )
             raise error_type(message)
         return [results[rank] for rank in range(self.size)]
+
+
+def preload(clusters, *modules):
+    """Import modules in the interpreter before it forks ranks, and end the ranks of clusters that lack them."""
+    INTERPRETER.preload(*modules)
+    for cluster in clusters:
+        cluster.close()
 
 
 def run_script(script, environs, timeout=240):

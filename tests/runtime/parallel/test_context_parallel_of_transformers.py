@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.pairs import pairwise_params
+from support.ranks import preload
 
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
@@ -39,6 +40,16 @@ MASKS = {
     "packed documents": ("packed", False),
     "a full mask": ("full", False),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _import_once(clusters):
+    """Import the models before ranks are forked: it takes each process seconds."""
+    preload(
+        [clusters[2], clusters[4]],
+        "transformers.models.auto.modeling_auto",
+        *(f"transformers.models.{family}.modeling_{family}" for family in FAMILIES),
+    )
 
 
 def build_model(family, implementation, **options):

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from support.ranks import preload
 from torch import nn
 
 from accel_runtime.parallel.tensor_parallel import plan_tensor_parallel
@@ -155,11 +156,18 @@ def check_equal(ranks, sizes, case, folder=None):
     return state
 
 
-def test_training_lora_with_tensor_parallelism_equals_one_process(pair, tmp_path):
+@pytest.fixture(scope="module")
+def ranks(clusters):
+    """Clusters whose ranks are forked after the import of peft, which takes seconds."""
+    preload([clusters[2], clusters[4]], "peft", "transformers.models.llama.modeling_llama")
+    return clusters
+
+
+def test_training_lora_with_tensor_parallelism_equals_one_process(ranks, tmp_path):
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import load_file
 
-    state = check_equal(pair, {"tp_size": 2}, "LoRA", tmp_path)
+    state = check_equal(ranks[2], {"tp_size": 2}, "LoRA", tmp_path)
     torch.testing.assert_close(load_file(tmp_path / "model" / "model.safetensors"), dict(state))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of calls by peft
@@ -177,5 +185,5 @@ def test_training_lora_with_tensor_parallelism_equals_one_process(pair, tmp_path
 @pytest.mark.parametrize(
     ("world_size", "sizes"), [(2, {"tp_size": 2}), (4, {"dp_shard_size": 2, "tp_size": 2})]
 )
-def test_training_below_wrappers_equals_one_process(clusters, world_size, sizes, case):
-    check_equal(clusters[world_size], sizes, case)
+def test_training_below_wrappers_equals_one_process(ranks, world_size, sizes, case):
+    check_equal(ranks[world_size], sizes, case)
