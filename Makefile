@@ -50,7 +50,7 @@ test: $(READY)  ## Set up, then run the tests of the core for every change, and 
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full and (smoke or not extension)"
 
 test-slow: $(READY)  ## Run the slow tests of the core: many launches, the first pages of the docs
-	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full and not extension"
+	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full" tests --ignore=tests/extensions
 
 test-services: $(READY)  ## Install Ceph, Slurm, sshd and Chromium, and run the tests that need them or root (Debian, as root)
 	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -m "service and not full"

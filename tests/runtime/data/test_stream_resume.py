@@ -63,7 +63,11 @@ def resume_and_read(build, options, save, folder):
     return [read_epoch(accelerator, loader) for _ in range(save[0], EPOCHS)]
 
 
-def check_resumes(ranks, build, options, folder, saves=((0, 1), (1, 3), (1, 12), (1, 24))):
+SAVES = ((0, 1), (1, 3), (1, 12), (1, 24))
+"""The epochs and steps after which a run saves."""
+
+
+def check_resumes(ranks, build, options, folder, saves=SAVES):
     """Interrupt a run at each save, and compare what follows with the uninterrupted run."""
     uninterrupted = ranks.run(read_and_save, build, options, saves, str(folder))
     expected = uninterrupted[0]
@@ -171,26 +175,31 @@ HF_CASES = [
 ]
 HF_SLOW = {case for number, case in enumerate(HF_CASES) if number % 16 == 5 * (number // 16) % 16}
 """A sixteenth of the cases: each kind once, and each size with each number of workers and shards once."""
+HF_SAVES = (SAVES[::2], SAVES[1::2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size", "workers", "shards"),
+    ("kind", "size", "workers", "shards", "saves"),
     [
         pytest.param(
             *case,
-            marks=[] if case in HF_SLOW else pytest.mark.full,
-            id=f"{case[0]}, {case[1]} processes, {case[2]} workers, {case[3]} shards",
+            saves,
+            marks=[pytest.mark.full] * (case not in HF_SLOW or number // 32 % 2 != half),
+            id=f"{case[0]}, {case[1]} processes, {case[2]} workers, {case[3]} shards, saves {half}",
         )
-        for case in HF_CASES
+        for number, case in enumerate(HF_CASES)
+        for half, saves in enumerate(HF_SAVES)
     ],
 )
-def test_a_stream_of_datasets_loses_and_repeats_no_sample(clusters, kind, size, workers, shards, tmp_path):  # noqa: PLR0913, PLR0917
+def test_a_stream_of_datasets_loses_and_repeats_no_sample(  # noqa: PLR0913, PLR0917
+    clusters, kind, size, workers, shards, saves, tmp_path
+):
     pytest.importorskip("datasets")
     options = {"num_workers": workers}
     if kind == "batch":
         options["batch_size"] = None
-    check_resumes(clusters[size], _HuggingFace(kind, shards), options, tmp_path)
+    check_resumes(clusters[size], _HuggingFace(kind, shards), options, tmp_path, saves)
 
 
 class _HuggingFace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -367,12 +368,24 @@ LAYOUTS = {
 }
 
 
+TRAINED = {
+    ("cp 2", "eager", False),
+    ("cp 2", "sdpa", True),
+    ("cp 4", "sdpa", False),
+    ("dp_replicate 2 x cp 2", "eager", False),
+    ("dp_shard 2 x cp 2", "sdpa", False),
+    ("dp_shard 2 x cp 2", "eager", True),
+}
+"""Each layout once, and compiled models of both kinds, which take 10 seconds and more."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "implementation", "compiled"),
-    pairwise_params(
-        {"layout": list(LAYOUTS), "implementation": ["sdpa", "eager"], "compiled": [False, True]}
-    ),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * (case not in TRAINED))
+        for case in product(LAYOUTS, ("sdpa", "eager"), (False, True))
+    ],
 )
 def test_training_a_model_of_transformers_equals_one_process(clusters, layout, implementation, compiled):
     world_size, sizes = LAYOUTS[layout]
