@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
+import itertools
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +18,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from support.lanes import is_in_lane, read_marks
 from support.processes import free_port
 from support.services import UnavailableError, prepare_services, skip_services
 from support.waits import limit
@@ -30,7 +34,7 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may have none
         suppress_health_check=[HealthCheck.too_slow],
         print_blob=True,
     )
-    settings.register_profile("busy", _patient, derandomize=True)
+    settings.register_profile("busy", _patient, derandomize=True, max_examples=60)
     # Of `make test-full`, which looks for others, and keeps those that fail.
     settings.register_profile("search", _patient)
     settings.load_profile("busy")
@@ -45,6 +49,7 @@ if threading.current_thread() is threading.main_thread():
             signal.signal(_number, _default_handler)
 
 ROOT = Path(__file__).parent.parent
+_FOLDERS = itertools.count()
 EXTENSIONS = ROOT / "tests" / "extensions"
 _LOG_LEVEL, _QUIET = "TORCH_CPP_LOG_LEVEL", "ERROR"
 _LAUNCHER_VARIABLES = (
@@ -65,6 +70,15 @@ os.environ["HF_HOME"] = str(Path(tempfile.gettempdir(), f"accel-tests-huggingfac
 os.environ["PATH"] = f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{Path(sys.executable).parent}"
 # On GitHub, typer writes colours into pipes otherwise.
 os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
+
+
+@pytest.fixture
+def tmp_path(request, tmp_path_factory):
+    """Return an empty folder. pytest's own fixture lists the folders of all tests before this one to number it."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}-{next(_FOLDERS)}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +189,8 @@ def on_the_cpu(home, monkeypatch):
     from accel_runtime.backends import distributed, set_current_backend
 
     monkeypatch.setenv("ACCEL_DEVICE", "cpu")
-    torch.manual_seed(0)
+    # Not `torch.manual_seed`, which formats the stack for each kind of device.
+    torch.default_generator.manual_seed(0)
     set_current_backend(None)
     yield
     if torch.distributed.is_initialized():
@@ -375,6 +390,17 @@ def pytest_addoption(parser):
     )
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no file of which a lane runs no test: each process would take seconds to import them all."""
+    expression = config.getoption("markexpr")
+    if not expression or not collection_path.match("test_*.py"):
+        return None
+    if collection_path in {(config.invocation_params.dir / arg.partition("::")[0]) for arg in config.args}:
+        return None
+    marks = read_marks(collection_path, is_extension=collection_path.is_relative_to(EXTENSIONS))
+    return None if is_in_lane(expression, marks) else True
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Mark the tests of extensions, and skip those that need a service, before tests are selected by their marks."""
@@ -382,6 +408,13 @@ def pytest_collection_modifyitems(config, items):
         if item.path.is_relative_to(EXTENSIONS):
             item.add_marker("extension")
     skip_services(items, run=config.getoption("services"))
+    for path, of_file in (
+        {} if config.getoption("markexpr") else itertools.groupby(items, lambda item: item.path)
+    ):
+        marks = read_marks(path, is_extension=path.is_relative_to(EXTENSIONS)).items()
+        for item in of_file:
+            wrong = [mark for mark, is_set in marks if (item.get_closest_marker(mark) is not None) != is_set]
+            assert not wrong, f"{item.nodeid}: a lane would not find its marks {wrong}: see support/lanes.py"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -399,14 +432,34 @@ def pytest_configure():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # torch prints C++ stacks for connections that tests break on purpose. It reads the variable once, as it is imported.
     os.environ.setdefault(_LOG_LEVEL, _QUIET)
+    # Imports make a million objects that stay, and no garbage that matters.
+    gc.disable()
 
 
 def pytest_collection_finish(session):
     """Exclude the million objects of imported tests from later garbage collections, and give processes torch's log level back."""
     if os.environ.get(_LOG_LEVEL) == _QUIET:
         del os.environ[_LOG_LEVEL]
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        # Nearly every worker imports them in some test, and then each collection of garbage would visit all their objects.
+        for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+            importlib.import_module(name)
+    for name, logger in logging.root.manager.loggerDict.items():
+        # pytest captures these in any case: without propagation, by adding its handlers to each, several times a test.
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Exclude what the tests of a module have imported and cached from later garbage collections, as many tests collect garbage."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish():

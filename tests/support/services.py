@@ -17,7 +17,15 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["SERVICES", "Service", "UnavailableError", "prepare_service", "prepare_services", "skip_services"]
+__all__ = [
+    "FIXTURES",
+    "SERVICES",
+    "Service",
+    "UnavailableError",
+    "prepare_service",
+    "prepare_services",
+    "skip_services",
+]
 
 
 class UnavailableError(RuntimeError):
@@ -72,7 +80,7 @@ SERVICES = {
         ),
     )
 }
-_FIXTURES = {
+FIXTURES = {
     "cpu_group": "root",
     "memory_group": "root",
     "names_of_hosts": "root",
@@ -90,8 +98,8 @@ def skip_services(items, *, run):
         run: Whether services are installed and used.
     """
     for item in items:
-        for name in _FIXTURES.keys() & set(item.fixturenames):
-            item.add_marker(pytest.mark.service(_FIXTURES[name]))
+        for name in FIXTURES.keys() & set(item.fixturenames):
+            item.add_marker(pytest.mark.service(FIXTURES[name]))
         if not run and (names := _list_services(item)):
             reason = f"needs {' and '.join(names)}, which `make test-services` installs and uses"
             item.add_marker(pytest.mark.skip(reason=reason))
