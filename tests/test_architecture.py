@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.fence import EXTENSIONS, HALVES, TABLES, WORDS, find_extensions, find_words, remove_rows
+from support.syntax import list_nodes, parse
 
 from accel_runtime.environment import installation
 from accel_runtime.environment import settings as env
@@ -109,18 +110,6 @@ LARGE_PACKAGES = {
     "accel_cli/extensions/migrate": "the converter of scripts has a module for each kind of statement",
 }
 """The packages with more than `MAX_MODULES` modules, each with the reason."""
-
-
-@cache
-def tree(path):
-    """Return the syntax tree of a file."""
-    return ast.parse(path.read_text())
-
-
-@cache
-def list_nodes(path):
-    """List the nodes of the syntax tree of a file."""
-    return [*ast.walk(tree(path))]
 
 
 @cache
@@ -375,7 +364,7 @@ def test_only_listed_modules_read_the_environment():
 
 
 def test_every_module_has_a_docstring():
-    assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(tree(path))]
+    assert not [name(path) for path in [*CLI, *RUNTIME] if not ast.get_docstring(parse(path))]
 
 
 def read_graph(half):
@@ -422,7 +411,7 @@ def test_modules_at_the_module_paths_of_accelerate_have_no_code():
     assert not {
         name(path)
         for path in {*of_utils, *(ROOT / "accel_runtime" / f"{alias}.py" for alias in ALIASES)}
-        for node in tree(path).body
+        for node in parse(path).body
         if not isinstance(node, (ast.Import, ast.ImportFrom, ast.Expr))
         and not ast.unparse(node).startswith("__all__")
         and ast.unparse(node) != GETATTR
@@ -525,7 +514,7 @@ def test_state_of_loaders_and_checkpoints_is_typed():
 def test_modules_of_the_runtime_have_no_mutable_state():
     """XLA runs replicas as threads of one process, and a second Accelerator must not share state."""
     for path in RUNTIME:
-        for node in tree(path).body:
+        for node in parse(path).body:
             value = getattr(node, "value", None)
             target = ast.unparse(node).split("=")[0].split(":")[0].strip()
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(

@@ -1,10 +1,10 @@
 """Each extension can be deleted: what remains imports, and the core trains without any of them."""
 
 import json
-import shutil
 import subprocess
 
 import pytest
+from support.commands import INTERPRETER as COMMANDS
 from support.fence import (
     EXTENSIONS,
     ROOT,
@@ -13,24 +13,14 @@ from support.fence import (
     list_rows,
     list_tables,
     remove_extensions,
+    restore_extensions,
 )
 from support.interpreter import Interpreter
 from support.processes import ForkedProcess
 from support.waits import limit
 
-INTERPRETER = Interpreter(
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "safetensors.torch",
-    "pydantic",
-    "typer",
-    "rich",
-    "support.fence",
-)
-"""The interpreter that has imported packages of others, and nothing of accel."""
+INTERPRETER = Interpreter("support.fence", parent=COMMANDS)
+"""The interpreter that has imported packages of others; what it has of accel is forgotten."""
 
 SCRIPT = """
 import torch
@@ -65,12 +55,13 @@ def _interpreter():
 
 @pytest.fixture
 def delete(tmp_path):
-    """Return a function that copies the sources without some extensions, in place of the last copy."""
+    """Return a function that deletes some extensions from a copy of the sources, which has all others."""
+    tree, deleted = tmp_path / "tree", []
+    copy_sources(tree)
 
     def delete_extensions(*names):
-        tree = tmp_path / "tree"
-        shutil.rmtree(tree, ignore_errors=True)
-        copy_sources(tree)
+        restore_extensions(tree, deleted)
+        deleted[:] = names
         remove_extensions(tree, names)
         return tree
 
@@ -109,11 +100,21 @@ def test_without_extensions_a_launch_trains_saves_and_resumes(delete, accel, scr
     assert ends == ends_again
 
 
-def test_without_one_extension_its_tables_have_all_other_rows(delete):
-    for name in EXTENSIONS:
-        tables = list_tables(name)
-        remaining = {row: at for row, at in list_rows(tables).items() if name not in find_extensions(at)}
-        assert read("print_rows", delete(name), *tables) == remaining, name
+BITS = len(EXTENSIONS).bit_length()
+SETS = [[name for number, name in enumerate(EXTENSIONS, 1) if number >> bit & 1] for bit in range(BITS)]
+"""Sets with every extension; for any two extensions, one set has one of them only."""
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [SETS, pytest.param([[name] for name in EXTENSIONS], marks=pytest.mark.full)],
+    ids=["sets", "each"],
+)
+def test_without_some_extensions_their_tables_have_all_other_rows(delete, sets):
+    for names in sets:
+        tables = sorted({table for name in names for table in list_tables(name)})
+        remaining = {row: at for row, at in list_rows(tables).items() if not {*names} & find_extensions(at)}
+        assert read("print_rows", delete(*names), *tables) == remaining, names
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import commands
-from support.commands import call_accel
+from support.commands import call_accel, run_accel
 from support.waits import limit
 
 from accel_cli.main import accel
@@ -543,10 +543,10 @@ def test_an_unwritable_home_is_reported(typed, tmp_path):
     assert ": Not a directory." in result.stderr
 
 
-def test_env_prints_facts_for_a_bug_report_without_secrets(accel, typed, machine):
+def test_env_prints_facts_for_a_bug_report_without_secrets(typed, machine):
     added = {"TORCH_API_TOKEN": "hunter2", "NCCL_DEBUG": "WARN", "ACCELERATE_USE_CPU": "true"}
     environ = {**os.environ, **added}
-    facts = json.loads(accel("env", "--json", env=environ).stdout)
+    facts = json.loads(run_accel("env", "--json", env=environ).stdout)
     assert set(facts) == {
         *("system", "packages", "libraries", "devices", "tpu", "aws", "profile", "variables")
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.commands import run_accel
+
 SCRIPT = """
 import faulthandler, os, sys
 import torch
@@ -24,7 +26,7 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_a_script_that_destroys_its_group_before_its_model_does_not_hang(accel, script):
+def test_a_script_that_destroys_its_group_before_its_model_does_not_hang(script):
     script(SCRIPT)
-    done = accel("launch", "--no-profile", "-q", "--cpu", "--nproc-per-node", "2", "train.py")
+    done = run_accel("launch", "--no-profile", "-q", "--cpu", "--nproc-per-node", "2", "train.py")
     assert (done.returncode, done.stdout) == (0, "40 groups\n"), done.stderr

@@ -4,11 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 
 import pytest
+from support.commands import run_accel
 from support.launchers import page_launcher
 
 UP, ENTER = "\x1b[A", "\r"
@@ -23,11 +23,7 @@ def accel(cwd, home, tmp_path):
     (cwd / "train.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": str(site)}
 
-    def call(*args):
-        command = [sys.executable, "-m", "accel_cli", *args]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-
-    return call
+    return partial(run_accel, env=environ)
 
 
 @pytest.fixture

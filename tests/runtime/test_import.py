@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from importlib.metadata import version
 
 import pytest
+from support.commands import INTERPRETER
+from support.ranks import run_script
 
 import accel_runtime
 
@@ -59,9 +62,10 @@ print(*[name for owner, name, value in before if owner.get(name) is not value])
 """
 
 
-def test_an_accelerator_changes_nothing_in_torch_without_a_launcher():
-    run = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True, check=True)
-    assert run.stdout == "True True\n\n"
+def test_an_accelerator_changes_nothing_in_torch_without_a_launcher(tmp_path):
+    (tmp_path / "script.py").write_text(UNCHANGED)
+    ((out, err, code),) = run_script(tmp_path / "script.py", [{}], interpreter=INTERPRETER)
+    assert (code, out) == (0, "True True\n\n"), err
 
 
 SLOW = "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"
@@ -82,29 +86,42 @@ def test_every_public_name_exists(name):
     assert name in dir(accel_runtime)
 
 
-def list_modules(package):
-    """Return the names of the modules that are attributes of a package after its import in a new process."""
-    script = (
-        f"import {package} as package, types\n"
-        "print(*(name for name, value in vars(package).items() if isinstance(value, types.ModuleType)))"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return run.stdout.split()
+PACKAGES = {"accelerate": "accel_runtime", "accelerate.utils": "accel_runtime.utils"}
+LIST = """
+import importlib, json, sys, types
+print(json.dumps({
+    name: [key for key, value in vars(importlib.import_module(name)).items() if isinstance(value, types.ModuleType)]
+    for name in sys.argv[1:]
+}))
+"""
+COMPARE = """
+import importlib, json, sys
+for name, modules in json.loads(sys.argv[1]).items():
+    package = importlib.import_module(name)
+    assert not {*modules} - {*dir(package)}, name
+    assert [getattr(package, module).__name__ for module in modules] == [f"{name}.{module}" for module in modules]
+"""
 
 
-@pytest.mark.parametrize("package", ["accelerate", "accelerate.utils"])
-def test_modules_that_an_import_of_accelerate_makes_attributes_are_attributes_here(package):
-    pytest.importorskip(package)
-    ours = package.replace("accelerate", "accel_runtime")
-    names = [name for name in list_modules(package) if importlib.util.find_spec(f"{ours}.{name}")]
-    assert len(names) > 10
-    # In a new process: here other tests may have imported them.
-    script = (
-        f"import {ours} as package\nprint(*set({names}) - set(dir(package)))\n"
-        f"for name in {names}: print(getattr(package, name).__name__)"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout.splitlines() == ["", *(f"{ours}.{name}" for name in names)]
+def test_modules_that_an_import_of_accelerate_makes_attributes_are_attributes_here(tmp_path):
+    """In new processes: here other tests may have imported them."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "script.py"
+    script.write_text(LIST)
+    ((out, err, code),) = run_script(script, [{}], arguments=[*PACKAGES], interpreter=INTERPRETER)
+    assert code == 0, err
+    names = {
+        PACKAGES[package]: [
+            name for name in modules if importlib.util.find_spec(f"{PACKAGES[package]}.{name}")
+        ]
+        for package, modules in json.loads(out).items()
+    }
+    assert min(map(len, names.values())) > 10
+    script.write_text(COMPARE)
+    for package in PACKAGES.values():
+        arguments = [json.dumps({package: names[package]})]
+        ((_, err, code),) = run_script(script, [{}], arguments=arguments, interpreter=INTERPRETER)
+        assert code == 0, err
 
 
 def test_an_unknown_name_is_an_attribute_error():

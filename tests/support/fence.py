@@ -15,6 +15,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from support.syntax import list_nodes
+
 ROOT = Path(__file__).parents[2]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
@@ -92,9 +94,15 @@ def find_words(path):
     """Yield the words of extensions in a source file, but for its own, rows of tables, comments and docstrings."""
     source = path.read_text("utf-8")
     name = str(path.relative_to(ROOT))
+    # Most files have none: searching a file as a whole is faster than line by line.
+    others = [
+        extension for extension in WORDS.keys() - find_extensions(name) if re.search(WORDS[extension], source)
+    ]
+    if not others:
+        return
     skipped = {
         number
-        for node in ast.walk(ast.parse(source))
+        for node in list_nodes(path)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -106,7 +114,7 @@ def find_words(path):
         if number in skipped or (name in TABLES and find_extensions(line)):
             continue
         code = line[: comments.get(number)]
-        for extension in WORDS.keys() - find_extensions(name):
+        for extension in others:
             for word in sorted({found[0].lower() for found in re.finditer(WORDS[extension], code)}):
                 yield FoundWord(number, extension, word, code.strip())
 
@@ -141,6 +149,16 @@ def remove_extensions(tree, names):
     for table in TABLES:
         path = tree / table
         path.write_text(remove_rows(path.read_text("utf-8"), names), encoding="utf-8")
+
+
+def restore_extensions(tree, names):
+    """Put extensions back into a copy of the sources, with their bytecode."""
+    for name in names:
+        for half in HALVES:
+            if (folder := ROOT / half / "extensions" / name).exists():
+                shutil.copytree(folder, tree / half / "extensions" / name)
+    for table in TABLES:
+        shutil.copy2(ROOT / table, tree / table)
 
 
 def print_import_errors(tree):
@@ -181,7 +199,9 @@ def list_rows(tables):
 
 
 def _import_from(tree):
-    """Import accel from a copy of the sources, in a process that has not imported it."""
+    """Import accel from a copy of the sources, and forget what the process has imported of it before."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in HALVES]:
+        del sys.modules[name]
     sys.path.insert(0, tree)
     sys.dont_write_bytecode = True
     for half in HALVES:

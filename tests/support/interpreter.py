@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -45,11 +46,13 @@ class Interpreter:
 
     Args:
         modules: Modules that it imports, in this order, before it forks.
+        parent: The interpreter that forks this one, with what it has imported; None for a new one.
     """
 
-    def __init__(self, *modules):
+    def __init__(self, *modules, parent=None):
         self._modules = list(modules)
-        self._process = None
+        self._parent = parent
+        self._pid = self._process = None
         self._lock = threading.RLock()
 
     def preload(self, *modules):
@@ -58,7 +61,8 @@ class Interpreter:
 
     def build_command(self, request):
         """Return the command of a new interpreter that does what a forked process would do."""
-        return [sys.executable, __file__, json.dumps(asdict(request) | {"modules": self._modules})]
+        modules = [*(self._parent._modules if self._parent else ()), *self._modules]
+        return [sys.executable, __file__, json.dumps(asdict(request) | {"modules": modules})]
 
     def fork(self, request, descriptors):
         """Fork a process, as a child of this one.
@@ -71,7 +75,7 @@ class Interpreter:
             The process id.
         """
         with self._lock, _adopt_orphans():
-            if self._process is None:
+            if self._pid is None:
                 self._start()
             late_variables = {name for name, _ in _read_at_start(request.environ) ^ self._read}
             assert not late_variables, f"{late_variables} would come too late: use `accel` of conftest.py"
@@ -83,25 +87,31 @@ class Interpreter:
 
     def close(self):
         """End the interpreter; the forked processes keep running."""
-        if self._process is not None:
+        if self._pid is not None:
             self._link.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            os.kill(self._pid, signal.SIGKILL)
+            self._process.wait() if self._process else os.waitpid(self._pid, 0)
+            self._pid = self._process = None
 
     def _start(self):
         self._read = _read_at_start(os.environ)
         self._link, remote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
         # torch must not keep compiled code in the temporary folder of a test.
         environ = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
-        with remote_end:
+        environ["OMP_NUM_THREADS"] = "1"
+        with remote_end, Path(os.devnull).open("rb") as nothing:
+            if self._parent:
+                request = ForkRequest("__main__:serve_in_session", (), environ, str(Path.cwd()))
+                self._pid = self._parent.fork(request, [nothing.fileno(), 1, 2, remote_end.fileno()])
+                return
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(remote_end.fileno())],
-                env=environ | {"OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
+                env=environ,
+                stdin=nothing,
                 pass_fds=[remote_end.fileno()],
                 start_new_session=True,
             )
+            self._pid = self._process.pid
 
 
 @contextmanager
@@ -117,8 +127,15 @@ def _adopt_orphans():
 
 
 def _read_at_start(environ):
-    """Return the variables that Python or the C library reads when a process starts."""
-    return {(name, value) for name, value in environ.items() if name.startswith(("PYTHON", "LD_", "MALLOC_"))}
+    """Return the variables that Python or the C library reads when a process starts.
+
+    `set_up` applies PYTHONPATH, which is for modules that the interpreter has not imported.
+    """
+    return {
+        (name, value)
+        for name, value in environ.items()
+        if name.startswith(("PYTHON", "LD_", "MALLOC_")) and name != "PYTHONPATH"
+    }
 
 
 def serve(link):
@@ -191,24 +208,25 @@ def set_up(request, descriptors):
         os.dup2(descriptor, number)
     for descriptor in {*streams} - {0, 1, 2}:
         os.close(descriptor)
+    added = request.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in added if path and path not in sys.path]
     os.environ.clear()
     os.environ.update(request.environ)
     os.chdir(request.folder)
     return additional
 
 
-if __name__ == "__main__":
-    del sys.path[0]
-    if sys.argv[1].isdecimal():
-        with socket.socket(fileno=int(sys.argv[1])) as channel:
-            fork_request, received = serve(channel)
-        additional_descriptors = set_up(fork_request, received)
-    else:
-        fork_request, module_names = parse_message(sys.argv[1])
-        for module_name in module_names:
-            load_module(module_name)
-        additional_descriptors = ()
-    target, arguments = fork_request.function, [*fork_request.arguments, *additional_descriptors]
+def serve_in_session(descriptor):
+    """Serve as an interpreter of its own in a new session, and run the request in each forked process."""
+    os.setsid()
+    with socket.socket(fileno=descriptor) as link:
+        request, received = serve(link)
+    run(request, set_up(request, received))
+
+
+def run(request, additional_descriptors):
+    """Run the script of a request as `__main__`, or call its function."""
+    target, arguments = request.function, [*request.arguments, *additional_descriptors]
     if target.endswith(".py"):
         sys.argv = [target, *arguments]
         sys.path.insert(0, str(Path(target).parent))
@@ -217,3 +235,16 @@ if __name__ == "__main__":
     else:
         module_name, _, function_name = target.partition(":")
         getattr(sys.modules[module_name], function_name)(*arguments)
+
+
+if __name__ == "__main__":
+    del sys.path[0]
+    if sys.argv[1].isdecimal():
+        with socket.socket(fileno=int(sys.argv[1])) as channel:
+            fork_request, received = serve(channel)
+        run(fork_request, set_up(fork_request, received))
+    else:
+        fork_request, module_names = parse_message(sys.argv[1])
+        for name in module_names:
+            load_module(name)
+        run(fork_request, ())

@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import cloudpickle
+from support.commands import INTERPRETER as COMMANDS
 from support.interpreter import TESTS, Interpreter
 from support.processes import ForkedProcess, fork, free_port, wait_for_exit
 from support.waits import limit
@@ -36,13 +37,7 @@ EXIT_DELAY_S = 5
 IDLE_S = 10
 """Time after which idle ranks are killed: the idle threads of a dozen gloo groups use a quarter of a core."""
 INTERPRETER = Interpreter(
-    "torch",
     "numpy",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.utils.data",
-    "torch._dynamo",
     "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
     "support.ranks",
@@ -52,6 +47,7 @@ INTERPRETER = Interpreter(
         if getattr(importlib.util.find_spec("deepspeed"), "origin", None)
         else []
     ),
+    parent=COMMANDS,
 )
 """The interpreter that has imported what a rank imports."""
 
@@ -226,13 +222,15 @@ def preload(clusters, *modules):
         cluster.close()
 
 
-def run_script(script, environs, timeout=240):
+def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRETER):
     """Run a script in one process for each environment, all at the same time, with the teardown of the interpreter.
 
     Args:
         script: The path of the script.
         environs: Variables of each process in addition to those of this process.
         timeout: The time limit of all processes in seconds, before it is scaled.
+        arguments: The arguments of each process.
+        interpreter: The interpreter that forks them; that of `support.commands` has not imported the runtime.
 
     Returns:
         The output, errors and exit code of each process; a negative code is a signal.
@@ -242,7 +240,7 @@ def run_script(script, environs, timeout=240):
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
-                ForkedProcess(INTERPRETER, str(script), env={**os.environ, **environ}, **pipes)
+                ForkedProcess(interpreter, str(script), arguments, env={**os.environ, **environ}, **pipes)
             )
             for environ in environs
         ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 import torch
-from support.waits import limit
+from support.ranks import run_script
 
 from accel_runtime import Accelerator, PartialState
 
@@ -50,9 +49,9 @@ def test_the_state_is_filled_when_a_library_imports_accelerate_later(cwd):
         "accelerate.logging.get_logger(__name__).warning('logged')\n"
         "print(accelerate.PartialState._shared_state['num_processes'])\n"
     )
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=limit(120), check=False)
-    assert (result.returncode, result.stdout) == (0, "1\n"), result.stderr
+    (cwd / "train.py").write_text(script)
+    ((out, err, code),) = run_script(cwd / "train.py", [{}])
+    assert (code, out) == (0, "1\n"), err
 
 
 def test_a_state_of_the_script_stays():

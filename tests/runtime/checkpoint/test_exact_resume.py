@@ -223,19 +223,35 @@ BEFORE = {
 }
 
 
+@pytest.fixture(scope="module")
+def runs():
+    """The runs that several tests resume, which no test changes."""
+    return []
+
+
+@pytest.fixture
+def trained(runs, tmp_path_factory):
+    """Return the batches and the end of a run with accumulation, and the folder with its checkpoint `4`."""
+    if not runs:
+        folder = tmp_path_factory.mktemp("accumulating")
+        rows, end, _ = train_and_save(build_accumulating_script(), folder, [4])
+        runs.append((rows, end, folder))
+    return runs[0]
+
+
 @pytest.mark.parametrize("earlier", BEFORE)
-def test_a_resume_replaces_any_earlier_state(alone, earlier, tmp_path):
-    rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
-    assert resume_training(build_accumulating_script(), tmp_path, "4", BEFORE[earlier](tmp_path / "4")) == (
+def test_a_resume_replaces_any_earlier_state(alone, earlier, trained):
+    rows, end, folder = trained
+    assert resume_training(build_accumulating_script(), folder, "4", BEFORE[earlier](folder / "4")) == (
         rows[4:],
         end,
     )
 
 
-def test_a_loaded_state_can_be_saved_immediately(alone, tmp_path):
-    rows, end, _ = train_and_save(build_accumulating_script(), tmp_path, [4])
+def test_a_loaded_state_can_be_saved_immediately(alone, trained, tmp_path):
+    rows, end, folder = trained
     run = start_training(build_accumulating_script(), 77)
-    run.accelerator.resume(tmp_path / "4")
+    run.accelerator.resume(folder / "4")
     run.accelerator.save_state(tmp_path / "again")
     assert train_to_end(build_accumulating_script(), run) == (rows[4:], end)
     assert resume_training(build_accumulating_script(), tmp_path, "again") == (rows[4:], end)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from support.syntax import parse
 
 from accel_runtime import Accelerator
 from accel_runtime.accelerate import operations
@@ -120,18 +122,32 @@ def test_every_public_method_is_marked_as_collective_or_listed_as_one_that_compa
     )
 
 
+@cache
+def list_calls():
+    """List the calls in the runtime, each with the functions around it, as `file:function`."""
+    calls = []
+
+    def visit(node, file, functions):
+        if isinstance(node, ast.Call):
+            calls.append((node.func, functions))
+        if isinstance(node, ast.FunctionDef):
+            functions = (*functions, f"{file}:{node.name}")
+        for child in ast.iter_child_nodes(node):
+            visit(child, file, functions)
+
+    for path in RUNTIME.rglob("*.py"):
+        visit(parse(path), path.relative_to(RUNTIME), ())
+    return calls
+
+
 def find_calls(*names):
     """List the functions of the runtime that call a method of one of these names, as `file:function`."""
-    found = set()
-    for path in RUNTIME.rglob("*.py"):
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                found |= {
-                    f"{path.relative_to(RUNTIME)}:{function.name}"
-                    for node in ast.walk(function)
-                    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
-                }  # fmt: skip
-    return found
+    return {
+        function
+        for called, functions in list_calls()
+        if isinstance(called, ast.Attribute) and called.attr in names
+        for function in functions
+    }
 
 
 def test_bytes_pass_between_ranks_only_through_the_handshake():
@@ -145,12 +161,10 @@ def test_bytes_pass_between_ranks_only_through_the_handshake():
     }
     # A call is described by one function, which adds the arguments; the comparison itself is the exception.
     built = {
-        f"{path.relative_to(RUNTIME)}:{function.name}"
-        for path in RUNTIME.rglob("*.py")
-        for function in ast.walk(ast.parse(path.read_text()))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "CollectiveCall"
+        function
+        for called, functions in list_calls()
+        if isinstance(called, ast.Name) and called.id == "CollectiveCall"
+        for function in functions
     }
     assert built == {f"{handshake}:call_at_site", f"{handshake}:_gather_text"}
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from support import golden
 from support.commands import run_accel
+from support.ranks import run_script
 from support.runs import step_calls
-from support.waits import limit
 
 SCRIPT = step_calls.__file__
 
@@ -21,15 +18,10 @@ def test_a_step_in_a_launch_calls_the_functions_of_its_golden_file(cwd, ranks):
     golden.check(f"step_calls/launch-{ranks}.txt", (cwd / "calls.txt").read_text())
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")],
-    ids=["python", "torchrun"],
-)
-def test_a_step_outside_of_a_launch_calls_the_functions_of_its_golden_file(cwd, launcher):
-    command = [sys.executable, *launcher, SCRIPT, "calls.txt"]
-    process = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=limit(120), check=False
-    )
-    assert process.returncode == 0, process.stderr
-    golden.check(f"step_calls/{'torchrun' if launcher else 'python'}.txt", (cwd / "calls.txt").read_text())
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_a_step_outside_of_a_launch_calls_the_functions_of_its_golden_file(cwd, launcher, port):
+    group = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(2)]
+    outputs = run_script(SCRIPT, ranks if launcher == "torchrun" else [{}], arguments=["calls.txt"])
+    assert all(code == 0 for *_, code in outputs), outputs
+    golden.check(f"step_calls/{launcher}.txt", (cwd / "calls.txt").read_text())

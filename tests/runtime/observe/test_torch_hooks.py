@@ -1,8 +1,6 @@
 """Progress of scripts without an Accelerator, through hooks in torch: steps, backward passes, batches of loaders."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -10,6 +8,7 @@ import traceback
 import pytest
 import torch
 from support.rank_hooks import read_beat, watch
+from support.ranks import run_script
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -207,10 +206,9 @@ torch.kept = iterator, heartbeat  # torch was imported first, so that its names 
 
 
 def test_an_iterator_that_lives_until_the_interpreter_ends_prints_nothing(tmp_path):
-    environment = {**os.environ, RANK_FOLDER: str(tmp_path)}
-    command = [sys.executable, "-c", LEAVES_AN_ITERATOR]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert process.stderr == ""
+    (tmp_path / "train.py").write_text(LEAVES_AN_ITERATOR)
+    ((_, err, code),) = run_script(tmp_path / "train.py", [{RANK_FOLDER: tmp_path}])
+    assert (err, code) == ("", 0)
     assert Beat.read(RankFolder(tmp_path).beat).batches == 1
 
 

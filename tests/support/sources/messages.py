@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+from support.syntax import parse
 
 __all__ = ["list_messages"]
 
@@ -13,6 +16,7 @@ REPORTERS = {"error", "note", "warn", "warning", "warning_once"}
 """Methods of consoles, loggers and `warnings` whose argument is a message."""
 
 
+@cache
 def list_messages(package: str) -> str:
     """Return the messages of a package, such as `accel_runtime/data`, by module, in the order of the sources.
 
@@ -23,9 +27,7 @@ def list_messages(package: str) -> str:
     modules = sorted(folder.rglob("*.py") if "/" in package else folder.glob("*.py"))
     parts = []
     for module in modules:
-        lines = [
-            f"{name}: {text}" for name, text in _find_messages(ast.parse(module.read_text(encoding="utf-8")))
-        ]
+        lines = [f"{name}: {text}" for name, text in _find_messages(parse(module))]
         if lines:
             parts.append("\n".join([f"[{module.relative_to(ROOT).as_posix()}]", *lines]) + "\n")
     return "\n".join(parts)
