@@ -186,6 +186,14 @@ def case(request, tmp_path):
 
 
 @pytest.fixture
+def endpoint(tmp_path):
+    """The endpoint beside another sink."""
+    endpoint = Prometheus(tmp_path)
+    yield endpoint
+    endpoint.other.close()
+
+
+@pytest.fixture
 def kind(case, page_sink):
     """The class of each sink in turn."""
     return page_sink if case.name == "alive" else PROGRESS_SINKS[case.name]
@@ -313,16 +321,26 @@ def test_a_full_disk_is_one_warning_and_the_end_is_written_if_there_is_space_aga
 
 # Launches ---------------------------------------------------------------------------------
 
+SIBLINGS = {("status", "signal"), ("status", "kill")}
+"""Ends that `lines` has in `make test`; only the form of the file differs."""
 
-@pytest.mark.parametrize("case", ["lines", "status", "prometheus"], indirect=True)
-@pytest.mark.parametrize("end", ["finish", "signal", "kill"])
-def test_a_launch_shows_its_steps_and_how_it_ends(case, end, script, cwd, home):
+
+@pytest.mark.parametrize(
+    ("case", "end"),
+    [
+        pytest.param(case, end, marks=pytest.mark.full if (case, end) in SIBLINGS else ())
+        for case in ("lines", "status")
+        for end in ("finish", "signal", "kill")
+    ],
+    indirect=["case"],
+)
+def test_a_launch_shows_its_steps_and_how_it_ends(case, end, endpoint, script, home):
+    """In a file, and at the endpoint."""
     script(SCRIPT)
-    with Accel(
-        *LAUNCH, *case.options, "train.py", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as launch:
+    options = (*LAUNCH, *case.options, *endpoint.options)
+    with Accel(*options, "train.py", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launch:
         try:
-            wait_until(lambda: case.read_steps() > 2, 60, process=launch)
+            wait_until(lambda: min(case.read_steps(), endpoint.read_steps()) > 2, 60, process=launch)
             if end == "signal":
                 launch.send_signal(signal.SIGTERM)
             elif end == "kill":
@@ -330,12 +348,13 @@ def test_a_launch_shows_its_steps_and_how_it_ends(case, end, script, cwd, home):
                 os.kill(int(pid.read_text()), signal.SIGKILL)
         finally:
             if end == "finish" or launch.poll() is not None:
-                (cwd / "end").touch()
+                Path("end").touch()
         _, err = launch.communicate()
     state, code = {"finish": ("succeeded", 0), "signal": ("stopped", 143), "kill": ("failed", 137)}[end]
     assert launch.returncode == code, err
     assert "sink" not in err
     case.check_end(state, code)
+    endpoint.check_end(state, code)
     if case.name == "lines":
         lines = case.read()
         states = [line["state"] for line in lines]
@@ -369,9 +388,7 @@ def test_an_interval_without_a_file_and_an_empty_path_are_refused(script):
         assert reason in done.stderr
 
 
-def test_a_sink_of_another_package_that_fails_leaves_the_exit_code_alone(
-    accel, script, tmp_path, monkeypatch
-):
+def test_a_sink_of_another_package_that_fails_leaves_the_exit_code_alone(script, tmp_path, monkeypatch):
     """The distribution has the sink of CONTRIBUTING.md, and one that fails."""
     info = tmp_path / "site" / "alive-1.0.dist-info"
     info.mkdir(parents=True)
@@ -385,7 +402,7 @@ def test_a_sink_of_another_package_that_fails_leaves_the_exit_code_alone(
     monkeypatch.setenv("PYTHONPATH", str(info.parent))
     monkeypatch.setenv("ALIVE_FILE", str(tmp_path / "alive"))
     script("import sys\nsys.exit(7)")
-    done = accel(*LAUNCH, "train.py")
+    done = run_accel(*LAUNCH, "train.py")
     assert done.returncode == 7
     assert (
         done.stderr.count(

@@ -427,7 +427,14 @@ ACCUMULATION = {
 }
 
 
-@pytest.mark.parametrize("kind", ACCUMULATION)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # The same without clipping, and without fp16.
+        pytest.param(kind, marks=[pytest.mark.full] * (kind in {"accumulation", "weights"}))
+        for kind in ACCUMULATION
+    ],
+)
 def test_an_accumulation_cycle_resumes_exactly(alone, kind, tmp_path):
     assert_resumes_are_exact(
         alone, Script(model=build_layers, **ACCUMULATION[kind]), tmp_path, [1, 3, 10, 11]

@@ -52,7 +52,7 @@ def train(*, forgotten="", unused="", options=None):
 ACCUMULATION = {"gradient_accumulation_steps": 2}
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     ("case", "options", "text"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -254,8 +255,22 @@ class Faulty(FileSystem):
 LIMITS = {"one file": 10**9, "two shards": 32, "three shards": 16}
 
 
-@pytest.mark.parametrize("before", LIMITS)
-@pytest.mark.parametrize("after", LIMITS)
+FEWEST = {
+    ("one file", "one file"),
+    ("one file", "two shards"),
+    ("two shards", "one file"),
+    ("two shards", "two shards"),
+}
+"""One file or several, before and after: `make test-full` also has other numbers of shards."""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(*each, marks=[] if each in FEWEST else pytest.mark.full)
+        for each in itertools.product(LIMITS, repeat=2)
+    ],
+)
 def test_a_disk_error_at_any_call_leaves_one_export_or_a_clear_error(tmp_path, before, after):
     """Weights of two exports are never mixed, and the next export works."""
     old, new = ({name: torch.full((4,), value) for name in "abc"} for value in (1.0, 2.0))
