@@ -316,22 +316,21 @@ def slurm_cluster():
 
 
 @pytest.fixture(scope="session")
-def aws_plane(tmp_path_factory):
-    """Start the SageMaker stub and the services around it once."""
-    from aws.client import AwsPlane
+def aws_server(tmp_path_factory):
+    """Start AWS on loopback once."""
+    from aws.server import Aws
 
-    plane = AwsPlane(tmp_path_factory.mktemp("plane"))
-    yield plane
-    plane.close()
+    server = Aws(tmp_path_factory.mktemp("aws"))
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def aws(aws_plane, monkeypatch):
-    """Return the stub of AWS, empty before and after the test; bundles run only after `settings(run=True)`."""
-    aws_plane.use(monkeypatch)
-    aws_plane.reset()  # tests of uploads use the plane by its port
-    yield aws_plane
-    aws_plane.reset()
+def aws(aws_server, monkeypatch):
+    """Return an AWS on loopback, empty before and after the test."""
+    aws_server.use(monkeypatch)
+    yield aws_server
+    aws_server.reset()
 
 
 @pytest.fixture(scope="session", params=["moto", pytest.param("Ceph", marks=pytest.mark.service("Ceph"))])

@@ -1,11 +1,10 @@
-"""Hosts of a training job: real processes with separate /opt/ml folders, or output prepared by a test."""
+"""Hosts of a training job: processes of `entry.py` with a folder each that replaces `/opt/ml`."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,171 +12,160 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["Played", "Real", "wait_all"]
+from moto.core.utils import utcnow
+from support.processes import free_port
 
-_ENTRY = ["/bin/sh", "-c"]
-_ARGUMENTS = ["exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"]
-_LONGEST = 256 * 1024
-"""Bytes of the longest event that CloudWatch takes."""
+__all__ = ["ARGUMENTS", "ENTRYPOINT", "Host", "Run"]
 
-
-class Played:
-    """A host that prints prepared lines, and ends when the test permits it."""
-
-    when = math.inf
-    """When it ended."""
-
-    def __init__(self, name, play, put, ended):
-        self.name, self.code, self._put = name, None, put
-        self._play, self._ended, self._stop = play, ended, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self):
-        self._thread.start()
-
-    def signal(self, number):
-        if number == signal.SIGTERM and self._play.get("stubborn"):
-            return
-        self.code = 128 + number if self.code is None else self.code
-        self._stop.set()
-
-    def close(self):
-        self.signal(signal.SIGKILL)
-        if self._thread.ident:
-            self._thread.join()
-
-    def failure(self):
-        return self._play.get("failure", "") if self.name == self._play.get("fails", self.name) else ""
-
-    def files(self, folder):
-        """Return the files of a folder of /opt/ml, as `{name: text}`."""
-        return {name: text.encode() for name, text in self._play.get(folder, {}).items()}
-
-    def _run(self):
-        lines = self._play.get("lines", {})
-        for line in lines.get(self.name, []) if isinstance(lines, dict) else lines:
-            self._put(line)
-            if self._stop.wait(self._play.get("every", 0)):
-                break
-        self._stop.wait(self._play.get("seconds", 0))
-        if self.code is None:
-            self.code = self._play.get("exit", 0) if self.name == self._play.get("fails", self.name) else 0
-        if self._play.get("last", True) and self.code != 128 + signal.SIGKILL:
-            self._put(f"accel: {self.name} ended with exit code {self.code}")
-        self._ended(self)
+ENTRYPOINT = ["/bin/sh", "-c"]
+ARGUMENTS = ["exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"]
+_GRACE_S = 120
+"""Seconds from SIGTERM to SIGKILL."""
 
 
-class Real:
-    """A host that runs the bundle in its own session, with its own /opt/ml."""
+class Host:
+    """A host: its root folder, and the first process of its container."""
 
-    when = math.inf
+    def __init__(self, root, name):
+        self.root, self.name, self.process = root, name, None
 
-    def __init__(self, name, root, put, ended):
-        self.name, self.root, self.code = name, root, None
-        self._put, self._ended, self._process, self._thread = put, ended, None, None
-        shutil.rmtree(root, ignore_errors=True)
-        for folder in ("input/config", "input/data", "model", "output/data", "checkpoints", "home"):
-            (root / folder).mkdir(parents=True, exist_ok=True)
-
-    def configure(self, request, hosts):
-        """Write the files of /opt/ml/input/config, as the platform does."""
-        kind = request["ResourceConfig"]["InstanceType"]
-        group = {"instance_group_name": "homogeneousCluster", "instance_type": kind, "hosts": hosts}
-        config = {
-            "resourceconfig": {
-                "current_host": self.name,
-                "current_instance_type": kind,
-                "current_group_name": "homogeneousCluster",
-                "hosts": hosts,
-                "instance_groups": [group],
-                "network_interface_name": "lo",
-            },
-            "inputdataconfig": {
-                channel["ChannelName"]: {
-                    "TrainingInputMode": channel.get("InputMode", "File"),
-                    "S3DistributionType": channel["DataSource"]
-                    .get("S3DataSource", {})
-                    .get("S3DataDistributionType", "FullyReplicated"),
-                    "RecordWrapperType": channel.get("RecordWrapperType", "None"),
-                }
-                for channel in request.get("InputDataConfig", [])
-            },
-            "hyperparameters": request.get("HyperParameters", {}),
-        }
-        for name, content in config.items():
+    def configure(self, hosts, **files):
+        """Create the folders, and write what the platform does into `input/config`."""
+        for folder in ("input/config", "input/data/accel", "model", "output/data", "checkpoints"):
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+        resources = {"hosts": list(hosts), "current_host": self.name, "network_interface_name": "lo"}
+        config = {"resourceconfig": resources, "inputdataconfig": {"accel": {}}, "hyperparameters": {}}
+        for name, content in (config | files).items():
             (self.root / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
 
-    def prepare(self, request, env):
-        algorithm = request["AlgorithmSpecification"]
-        entry, arguments = algorithm.get("ContainerEntrypoint"), algorithm.get("ContainerArguments")
-        if (entry, arguments) != (_ENTRY, _ARGUMENTS):
-            raise ValueError(f"the plane runs {_ENTRY} {_ARGUMENTS}; it got {entry} {arguments}")
-        self._command = [*entry, *(text.replace("/opt/ml", str(self.root)) for text in arguments)]
-        path = f"{Path(sys.executable).parent}{os.pathsep}/usr/local/bin{os.pathsep}/usr/bin{os.pathsep}/bin"
-        # HOME distinguishes the processes of this host from all others.
-        self._env = {"PATH": path, "HOME": str(self.root / "home"), **env, **request.get("Environment", {})}
+    @property
+    def failure(self):
+        """Return the failure reason that the platform would read, or None."""
+        file = self.root / "output" / "failure"
+        return file.read_text() if file.exists() else None
 
-    def start(self):
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=self.root / "home",
-            env=self._env,
-            start_new_session=True,
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def signal(self, number):
-        """Send a signal to process 1 of the container only, as the platform does; SIGKILL is sent to all."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.send_signal(number)
-        if number == signal.SIGKILL:
-            self._sweep()
+    def launch(self, command, env):
+        """Start the first process."""
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(list(map(str, command)), env=env, cwd="/", text=True, **pipes)
+        return self
 
     def close(self):
-        self.signal(signal.SIGKILL)
-        if self._thread:
-            self._thread.join()
+        """End the process, and with it the others of the container."""
+        if self.process:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                try:
+                    self.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+            self.process.wait()
+            self.process.stdout.close()
 
-    def failure(self):
-        path = self.root / "output" / "failure"
-        return path.read_text(errors="replace") if path.is_file() else ""
 
-    def files(self, folder):
-        top = self.root / folder
-        paths = sorted(path for path in top.rglob("*") if path.is_file())
-        return {str(path.relative_to(top)): path.read_bytes() for path in paths}
+class Run:
+    """A job whose bundle runs, on hosts that are addresses of the loopback interface.
+
+    Args:
+        aws: The server, with its S3 and its logs.
+        job: moto's job.
+        request: What was requested.
+        root: The folder of the hosts.
+    """
+
+    def __init__(self, aws, job, request, root):
+        self._aws, self._job, self._request, self._root = aws, job, request, root
+        self._hosts, self._is_stopped = [], threading.Event()
+        job.training_job_status, job.secondary_status = "InProgress", "Starting"
+        job.training_start_time = job.training_end_time = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def stop(self):
+        """Send SIGTERM to the first process of each host."""
+        self._job.training_job_status = "Stopping"
+        self._is_stopped.set()
+
+    def close(self):
+        """End immediately."""
+        self._is_stopped.set()
+        for host in self._hosts:
+            host.close()
+        self._thread.join()
 
     def _run(self):
-        pump = threading.Thread(target=self._pump, daemon=True)
-        pump.start()
-        code = self._process.wait()
-        self._sweep()  # a container ends with its process 1, and all else in it too
-        pump.join()
-        self.code = code if code >= 0 else 128 - code
-        self._ended(self)
+        job, count = self._job, self._request["ResourceConfig"]["InstanceCount"]
+        names = [f"127.{number}" for number in range(1, count + 1)]
+        with free_port() as port:
+            self._hosts = [self._start(name, names, port) for name in names]
+            job.training_start_time = utcnow()
+            job.training_job_status, job.secondary_status = "InProgress", "Training"
+            readers = [threading.Thread(target=self._read, args=(host,)) for host in self._hosts]
+            for reader in readers:
+                reader.start()
+            codes = self._wait()
+            for reader in readers:
+                reader.join()
+        self._leave(any(codes) and not self._is_stopped.is_set())
 
-    def _pump(self):
-        while line := self._process.stdout.readline(_LONGEST):
-            self._put(line.removesuffix(b"\n").decode(errors="replace"))
+    def _start(self, name, names, port):
+        algorithm, host = self._request["AlgorithmSpecification"], Host(self._root / name, name)
+        host.configure(names)
+        for channel in self._request["InputDataConfig"]:
+            self._fetch(channel["DataSource"]["S3DataSource"]["S3Uri"], host, channel["ChannelName"])
+        arguments = [text.replace("/opt/ml", str(host.root)) for text in algorithm["ContainerArguments"]]
+        env = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(host.root),
+            "TRAINING_JOB_NAME": self._job.training_job_name,
+            "AWS_REGION": self._job.region_name,
+            # Containers have a network each; here all jobs are on one loopback interface.
+            "SM_MASTER_PORT": str(port),
+            **self._aws.env,
+            **self._request.get("Environment", {}),
+        }
+        return host.launch([*algorithm["ContainerEntrypoint"], *arguments], env)
 
-    def _sweep(self):
-        home_variable = f"HOME={self.root / 'home'}".encode()
-        for folder in Path("/proc").iterdir():
-            try:
-                if folder.name.isdigit() and home_variable in (folder / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:  # the process has ended, or belongs to another user
-                continue
+    def _fetch(self, uri, host, channel):
+        bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+        s3 = self._aws.client("s3")
+        for item in s3.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+            path = host.root / "input" / "data" / channel / item["Key"].removeprefix(prefix)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            s3.download_file(bucket, item["Key"], str(path))
 
+    def _read(self, host):
+        for line in host.process.stdout:
+            self._aws.log(self._job, [line.removesuffix("\n")], host.name)
 
-def wait_all(hosts, seconds):
-    """Return whether all hosts end within the given seconds."""
-    end = time.monotonic() + seconds
-    while any(host.code is None for host in hosts) and time.monotonic() < end:
-        time.sleep(0.005)
-    return all(host.code is not None for host in hosts)
+    def _wait(self):
+        """Wait until all hosts have ended, or one has failed or the job is stopped and the others end; return exit codes."""
+        is_ending, end = False, float("inf")
+        while None in (codes := [host.process.poll() for host in self._hosts]):
+            if not is_ending and (self._is_stopped.wait(0.05) or any(codes)):
+                is_ending, end = True, time.monotonic() + _GRACE_S
+                self._signal(signal.SIGTERM)
+            if time.monotonic() > end:
+                self._signal(signal.SIGKILL)
+            time.sleep(0.05)
+        return codes
+
+    def _signal(self, number):
+        for host in self._hosts:
+            host.process.send_signal(number)
+
+    def _leave(self, has_failed):
+        """Keep what the hosts leave, and show the end."""
+        job = self._job
+        for folder, name in (("model", "model"), ("output/data", "output")):
+            tops = [host.root / folder for host in self._hosts]
+            paths = [(top, path) for top in tops for path in sorted(top.rglob("*")) if path.is_file()]
+            files = {str(path.relative_to(top)): path.read_bytes() for top, path in paths}
+            self._aws.put(job, files, name)
+        if has_failed:
+            job.failure_reason = "".join(host.failure or "" for host in self._hosts)
+        status = "Failed" if has_failed else "Stopped" if self._is_stopped.is_set() else "Completed"
+        job.training_end_time = utcnow()
+        seconds = math.ceil((job.training_end_time - job.training_start_time).total_seconds())
+        job.training_time_in_seconds = job.billable_time_in_seconds = seconds
+        job.training_job_status = job.secondary_status = status

@@ -29,9 +29,10 @@ from support.waits import wait_until
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes import manifests
 from accel_cli.extensions.ray.service import RayCluster
+from accel_cli.extensions.sagemaker.service import SageMakerJobs
 from accel_cli.extensions.skypilot.task import LABEL
 from accel_cli.launchers import LAUNCHERS
-from accel_cli.launchers.job_service import Job, Jobs, get_user
+from accel_cli.launchers.job_service import Job, Jobs, PollIntervals, get_user
 
 WAIT_S = 15  # before it is scaled
 UNKNOWN = "12345678"
@@ -173,26 +174,23 @@ def start_kubernetes(folder, monkeypatch, request):
 
 @contextmanager
 def start_sagemaker(folder, monkeypatch, request):
-    """The imitation of AWS."""
+    """AWS on loopback, whose jobs are in the state that a test asks for."""
     keep_models()
-    plane = request.getfixturevalue("aws_plane")
-    plane.use(monkeypatch)
-    plane.reset()
-    plane.role()
-    plane.bucket("sagemaker-out")
+    server = request.getfixturevalue("aws_server")
+    server.use(monkeypatch)
+    server.role()
+    server.bucket("sagemaker-out")
+    monkeypatch.setattr(SageMakerJobs, "intervals", PollIntervals(0.01, (0.01, 0.01), 0.01))
 
     def start(name, script):
-        hold = "Training" if script.code is None else None
-        play = {"lines": OUTPUT.split()} | ({"exit": script.code, "failure": "boom"} if script.code else {})
-        plane.settings(play=play, hold=hold)
+        server.play({None: "InProgress", 0: "Completed"}.get(script.code, "Failed"), lines=OUTPUT.split())
         job_id = f"{name}-{time.monotonic_ns():x}"
-        plane.client("sagemaker").create_training_job(**plane.request(job_id))
-        plane.wait(job_id, *([hold] if hold else []))
+        server.create(job_id)
         time.sleep(0.01)  # times of submission are those of milliseconds
         return job_id
 
     yield Service("sagemaker", start, failed_code=1)
-    plane.reset()
+    server.reset()
 
 
 @contextmanager

@@ -3,14 +3,12 @@
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.sagemaker import aws
-from accel_cli.extensions.sagemaker.aws import Account, get_error_code
+from accel_cli.extensions.sagemaker.aws import Account, get_error_code, is_unknown_job
 from accel_cli.launchers.job_service import UnreachableError
 
 
@@ -32,34 +30,6 @@ def somebody(nobody, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     return nobody
-
-
-@pytest.fixture
-def service(somebody, monkeypatch):
-    """A service on loopback that gives the answers of a list, the last one for ever."""
-    answers, calls = [], []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            calls.append(self.headers["X-Amz-Target"])
-            status, body = answers[min(len(calls), len(answers)) - 1]
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
-    yield answers, calls
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 def configured(folder, text):
@@ -137,30 +107,27 @@ def test_an_invalid_aws_configuration_is_an_error_of_one_line(nobody, monkeypatc
         Account("us-east-1").client("sts")
 
 
-def test_a_throttled_request_is_retried_and_reported_once(service, capsys):
-    answers, calls = service
-    busy = [(400, '{"__type": "ThrottlingException"}'), (503, "{}")]
-    answers += [*busy, (200, '{"TrainingJobSummaries": []}')]
+def test_a_throttled_request_is_retried_and_reported_once(aws, capsys):
     account = Account("us-east-1")
+    for kind in ("throttled", "broken"):
+        aws.fault("ListTrainingJobs", kind)
     assert account.client("sagemaker").list_training_jobs()["TrainingJobSummaries"] == []
-    assert len(calls) == 3
+    assert aws.calls() == ["sagemaker:ListTrainingJobs"] * 3
     words = "AWS is busy or does not answer (ListTrainingJobs); trying again"
     assert capsys.readouterr().err == f"accel: {words}\n"
-    answers.insert(0, busy[0])
-    calls.clear()
+    aws.fault("ListTrainingJobs", "throttled")
     account.client("sagemaker").list_training_jobs()
     assert capsys.readouterr().err == "", "the same burst"
 
 
-def test_a_service_that_stays_throttled_is_unreachable(service, monkeypatch):
+def test_a_service_that_stays_throttled_is_unreachable(aws, monkeypatch):
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
-    answers, calls = service
-    answers += [(400, '{"__type": "ThrottlingException"}')]
+    aws.fault("ListTrainingJobs", "throttled", times=None)
     account = Account("us-east-1")
     with pytest.raises(UnreachableError, match="Cannot list: AWS is too busy or has a problem"):  # noqa: SIM117
         with account.translate_errors("list"):
             account.client("sagemaker").list_training_jobs()
-    assert len(calls) == 2
+    assert aws.calls() == ["sagemaker:ListTrainingJobs"] * 2
 
 
 def test_a_network_failure_is_reported_as_unreachable(somebody, monkeypatch, capsys):
@@ -241,6 +208,18 @@ def test_a_rejected_request_is_one_sentence(error, kind, words):
     assert type(message) is kind
     assert words in str(message)
     assert len(str(message)) < 700
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "is_unknown"),
+    [
+        ("ValidationException", "Requested resource not found.", True),  # SageMaker's; moto's is another
+        ("ValidationException", "1 validation error detected", False),
+        ("ThrottlingException", "Requested resource not found.", False),
+    ],
+)
+def test_a_job_is_unknown_by_the_text_of_sagemaker(code, text, is_unknown):
+    assert is_unknown_job(refused(code, text, "DescribeTrainingJob")) is is_unknown
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support import commands
 from support.sources import docs_reader as docs
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +36,8 @@ def test_the_sagemaker_page_shows_the_real_output(aws, tmp_path, monkeypatch):
         if why.covered != here or command.startswith("aws ")
     }
     aws.role()
-    aws.settings(run=True)
+    aws.run = True
+    commands.preload("aws.preloaded")
 
     class Reader(docs.Reader):
         @staticmethod

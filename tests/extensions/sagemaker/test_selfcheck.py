@@ -7,7 +7,7 @@ import pytest
 def profile(aws, accel):
     """A profile of SageMaker, and an AWS on loopback that runs jobs."""
     aws.role()
-    aws.settings(run=True)
+    aws.run = True
     accel(
         "config",
         "set",

@@ -1,10 +1,12 @@
-"""Descriptions of training jobs, parsed into jobs of accel."""
+"""Descriptions of training jobs, parsed into jobs of accel; and the list of them."""
 
 import datetime as dt
 
 import pytest
+from botocore.stub import ANY, Stubber
 
-from accel_cli.extensions.sagemaker.service import parse_job
+from accel_cli.extensions.sagemaker.aws import Account
+from accel_cli.extensions.sagemaker.service import SageMakerJobs, parse_job
 
 BEGAN = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
 
@@ -45,6 +47,42 @@ def test_a_job_of_a_list_has_state_and_elapsed_time():
     assert (job.state, job.elapsed, job.nodes, job.cost) == ("Completed", "01:02:03", "", "")
     stopped = parse_job(describe_job(TrainingJobStatus="Stopped", SecondaryStatus="MaxRuntimeExceeded"))
     assert (stopped.reason, stopped.elapsed) == ("stopped: max_run was reached", "00:00:50")
+
+
+@pytest.mark.parametrize(
+    ("state", "limit", "reason"),
+    [
+        ("MaxRuntimeExceeded", "MaxRuntimeInSeconds", "stopped: max_run of 3600 s was reached"),
+        ("MaxWaitTimeExceeded", "MaxWaitTimeInSeconds", "stopped: max_wait of 3600 s was reached"),
+    ],
+)
+def test_a_job_that_a_limit_stopped_has_the_limit_as_its_reason(state, limit, reason):
+    stop = {"StoppingCondition": {limit: 3600}}
+    assert (
+        parse_job(describe_job(TrainingJobStatus="Stopped", SecondaryStatus=state, **stop)).reason == reason
+    )
+
+
+def test_the_newest_jobs_are_listed_oldest_first_with_one_call(aws):
+    account = Account("us-east-1")
+    arn = "arn:aws:sagemaker:us-east-1:123456789012:training-job/job"
+    newest = [
+        {
+            **describe_job(TrainingJobName=f"job-{number}", SecondaryStatus=None),
+            "TrainingJobArn": arn,
+        }
+        for number in range(50)
+    ]
+    asked = {
+        "SortBy": "CreationTime",
+        "SortOrder": "Descending",
+        "CreationTimeAfter": ANY,
+        "MaxResults": 50,
+    }
+    with Stubber(account.client("sagemaker")) as stub:
+        stub.add_response("list_training_jobs", {"TrainingJobSummaries": newest, "NextToken": "more"}, asked)
+        listed = SageMakerJobs(account).list()
+    assert [job.id for job in listed] == [f"job-{number}" for number in reversed(range(50))]
 
 
 def test_a_job_before_its_training_has_no_hosts():

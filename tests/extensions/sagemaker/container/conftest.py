@@ -7,21 +7,18 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
 import tarfile
-import threading
 import time
 import venv
 import zipfile
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from aws.hosts import ARGUMENTS, ENTRYPOINT, Host
 from support.waits import limit, read_until
 
 from accel_cli.extensions.sagemaker import bundle
@@ -32,12 +29,6 @@ from accel_cli.planning.machine import Machine
 from accel_runtime.environment.settings import Settings
 
 OPT = Path("/opt/ml")
-# ContainerEntrypoint and ContainerArguments of the request.
-ENTRYPOINT = (
-    "/bin/sh",
-    "-c",
-    "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py",
-)
 # torch tells machines apart by their address, which these two share, and their process ids: those begin elsewhere.
 INSIDE = """
 mount --bind "$1" /opt/ml && mount --bind "$2" /etc/hosts && hostname aws || exit
@@ -48,55 +39,34 @@ exec "$@"
 UNSHARE = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 
 
-class Host:
-    """A host: its root folder, and the first process of its container."""
+class Container(Host):
+    """A host whose bundle the tests write."""
 
-    def __init__(self, root, name):
-        self.root, self.name = root, name
-        self.process = self.first = None
-
-    @property
-    def failure(self):
-        """Return the failure reason that the platform would read, or None."""
-        file = self.root / "output" / "failure"
-        return file.read_text() if file.exists() else None
+    first = None
+    """The id of the first process in its namespace."""
 
     def start(self, python=sys.executable, **env):
         """Start the host with the Python of an image, by default this one, which has all packages."""
         inherited = {
             key: value for key, value in os.environ.items() if key not in {"ACCEL_HOME", "PIP_FIND_LINKS"}
         }
-        entry = self.root / "input" / "data" / "accel" / "entry.py"
-        self.process = subprocess.Popen(
-            [str(python), str(entry)],
-            env={**inherited, "TRAINING_JOB_NAME": f"job-{os.getpid()}", "PIP_NO_INDEX": "1", **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd="/",
-        )
-        return self
+        env = {**inherited, "TRAINING_JOB_NAME": f"job-{os.getpid()}", "PIP_NO_INDEX": "1", **env}
+        return self.launch([python, self.root / "input" / "data" / "accel" / "entry.py"], env)
 
     def contain(self, table, port):
         """Start the host in namespaces, as the first process of a container whose `/opt/ml` is the root."""
-        command = [*UNSHARE, "sh", "-c", INSIDE, "sh", str(self.root), str(table), self.name, *ENTRYPOINT]
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self.process = subprocess.Popen(
-            command,
+        entry = [*ENTRYPOINT, *ARGUMENTS]
+        self.launch(
+            [*UNSHARE, "sh", "-c", INSIDE, "sh", self.root, table, self.name, *entry],
             # One thread for each: two hosts that each take all processors for their own wait for one another.
-            env={
-                "PATH": path,
+            {
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                 "TRAINING_JOB_NAME": "job",
                 "AWS_REGION": "us-east-1",
                 "SM_MASTER_PORT": str(port),
                 "OMP_NUM_THREADS": "1",
                 "PIP_NO_INDEX": "1",
             },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
         )
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         while not (children_text := children.read_text()):
@@ -113,17 +83,6 @@ class Host:
         """Return the exit code, and the output since the last read."""
         output, _ = self.process.communicate(timeout=limit(seconds))
         return self.process.returncode, output
-
-    def close(self):
-        if self.process:
-            if self.process.poll() is None:
-                self.process.send_signal(signal.SIGTERM)
-                try:
-                    self.process.wait(10)
-                except subprocess.TimeoutExpired:
-                    self.process.kill()
-            self.process.wait()
-            self.process.stdout.close()
 
 
 class Containers:
@@ -153,18 +112,12 @@ class Containers:
 
     def host(self, name, names, source, spec):
         root = self.folder / f"ml-{name}"
-        folder, config = root / "input" / "data" / "accel", root / "input" / "config"
-        for each in (folder, config):
-            each.mkdir(parents=True, exist_ok=True)
+        created, folder = Container(root, name), root / "input" / "data" / "accel"
+        created.configure(names)
         shutil.copy(self._accel.source / "accel_cli" / "extensions" / "sagemaker" / "entry.py", folder)
         bundle.write_archive(self._accel, folder / "accel.tar.gz")
         (folder / "job.json").write_text(json.dumps(spec))
         packed(source, folder / "source.tar.gz")
-        resources = {"hosts": list(names), "current_host": name, "network_interface_name": "lo"}
-        (config / "resourceconfig.json").write_text(json.dumps(resources))
-        (config / "inputdataconfig.json").write_text(json.dumps({"accel": {}}))
-        (config / "hyperparameters.json").write_text("{}")
-        created = Host(root, name)
         self._made.append(created)
         return created
 
@@ -225,57 +178,19 @@ def closure(requirements):
     return distributions
 
 
-ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
-KEPT = {"wandb": "s3cr3t", ARN: '{"key": "inner", "number": 7, "null": null}', "binary": None}
-
-
-class Manager(BaseHTTPRequestHandler):
-    """A stub of AWS Secrets Manager."""
-
-    def do_POST(self):
-        secret_id = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["SecretId"]
-        code, response = 400, {"__type": "ResourceNotFoundException", "Message": "can't find it"}
-        if secret_id == "forbidden":
-            response = {"__type": "AccessDeniedException", "Message": "User: arn:... is not authorized"}
-        elif secret_id in KEPT:
-            code, text = 200, KEPT[secret_id]
-            response = {
-                "Name": secret_id,
-                **({"SecretBinary": "AAAA"} if text is None else {"SecretString": text}),
-            }
-        body = json.dumps(response).encode()
-        self.send_response(code)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture(scope="session")
-def address():
-    with HTTPServer(("127.0.0.1", 0), Manager) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
 @pytest.fixture
-def manager(address, monkeypatch):
-    """A stub of Secrets Manager that boto3 uses, here and in containers; yields its secrets."""
-    pytest.importorskip("boto3", reason="boto3 is not installed")
-    for name, value in {
-        "AWS_ENDPOINT_URL": address,
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_CONFIG_FILE": "/dev/null",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_MAX_ATTEMPTS": "1",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return KEPT
+def manager(aws, monkeypatch):
+    """Secrets in Secrets Manager, for this process and for containers: a text, the ARN of an object, and bytes."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    client = aws.client("secretsmanager")
+    client.create_secret(Name="wandb", SecretString="s3cr3t")
+    client.create_secret(Name="binary", SecretBinary=b"\0")
+    text = '{"key": "inner", "number": 7, "null": null}'
+    return {
+        "wandb": "s3cr3t",
+        "arn": client.create_secret(Name="object", SecretString=text)["ARN"],
+        "object": text,
+    }
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from accel_cli.extensions.sagemaker import entry
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (user@host)\nGCC version: 12\n"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
-ARN = "arn:aws:secretsmanager:us-east-1:123456789012:secret:wandb-AbCdEf"
 
 
 def variables(root, hosts=("algo-1",), **files):
@@ -96,30 +95,32 @@ def test_a_missing_folder_is_linked_and_an_existing_file_is_kept(tmp_path):
 
 
 def test_a_secret_is_read_by_name_or_arn_or_as_a_key_of_an_object(manager):
-    references = {"A": "wandb", "B": ARN, "C": f"{ARN}:key::", "D": f"{ARN}:number::"}
+    arn = manager["arn"]
+    references = {"A": "wandb", "B": arn, "C": f"{arn}:key::", "D": f"{arn}:number::"}
     assert entry.read_secrets(references, "us-east-1") == {
         "A": manager["wandb"],
-        "B": manager[ARN],
+        "B": manager["object"],
         "C": "inner",
         "D": "7",
     }
 
 
-@pytest.mark.usefixtures("manager")
 @pytest.mark.parametrize(
     ("secret", "reason"),
     [
         ("absent", "secrets.KEY: absent cannot be read: ResourceNotFoundException: "),
         ("forbidden", "forbidden cannot be read: ClientError: An error occurred (AccessDeniedException)"),
         ("binary", "binary is binary, and a variable holds text"),
-        (f"{ARN}:other::", "is not a JSON object with the key other"),
-        (f"{ARN}:null::", f"{ARN}:null:: has no value for the key null"),
+        ("{arn}:other::", "is not a JSON object with the key other"),
+        ("{arn}:null::", "{arn}:null:: has no value for the key null"),
     ],
 )
-def test_an_unreadable_secret_is_one_message_without_its_value(secret, reason):
+def test_an_unreadable_secret_is_one_message_without_its_value(aws, manager, secret, reason):
+    if secret == "forbidden":
+        aws.fault("GetSecretValue", "denied")
     with pytest.raises(entry.JobError) as caught:
-        entry.read_secrets({"KEY": secret}, "us-east-1")
-    assert reason in str(caught.value)
+        entry.read_secrets({"KEY": secret.format(**manager)}, "us-east-1")
+    assert reason.format(**manager) in str(caught.value)
     assert "inner" not in str(caught.value)
 
 
