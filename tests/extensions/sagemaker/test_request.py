@@ -1,5 +1,6 @@
 """The request of a training job, validated by the service model of botocore."""
 
+import json
 import re
 from datetime import UTC, datetime
 
@@ -9,6 +10,7 @@ from botocore.validate import ParamValidator
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support import golden
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker.launcher import SageMaker
@@ -31,77 +33,52 @@ def request(settings=None, env=None):
     return build_request(job, facts)
 
 
-@pytest.fixture(scope="module")
-def shape():
-    model = botocore.session.get_session().get_service_model("sagemaker")
-    return model.operation_model("CreateTrainingJob").input_shape
-
-
-def test_the_minimal_request_has_only_required_fields(shape):
-    built_request = request()
-    assert not ParamValidator().validate(built_request, shape).has_errors()
-    assert sorted(built_request) == [
-        "AlgorithmSpecification", "CheckpointConfig", "EnableInterContainerTrafficEncryption",
-        "EnableManagedSpotTraining", "EnableNetworkIsolation", "InputDataConfig", "OutputDataConfig",
-        "ResourceConfig", "RoleArn", "StoppingCondition", "TrainingJobName",
-    ]  # fmt: skip
-    assert built_request["ResourceConfig"] == {
-        "InstanceType": "ml.g5.xlarge",
-        "InstanceCount": 1,
-        "VolumeSizeInGB": 30,
-    }
-    assert built_request["OutputDataConfig"] == {"S3OutputPath": "s3://bucket/accel/job-1/output"}
-    channel = built_request["InputDataConfig"][0]
-    assert channel["DataSource"]["S3DataSource"]["S3Uri"] == "s3://bucket/accel/job-1/bundle/"
-
-
-def test_each_option_is_in_the_request(shape):
-    built_request = request(
-        {
-            "spot": True, "max_run": 10, "tags": {"team": "x"}, "subnets": ["subnet-1"],
-            "security_group_ids": ["sg-1"], "volume_kms_key": "k1", "output_kms_key": "k2", "encrypt_traffic": True,
-            "checkpoint_uri": "s3://other/place",
-            "inputs": {"train": "s3://b/x", "big": {"uri": "s3://b/y", "input_mode": "FastFile"}},
-            "metrics": {"loss": "loss ([0-9.]+)"},
-        },
-        {"A": "1"},
-    )  # fmt: skip
-    assert not ParamValidator().validate(built_request, shape).has_errors()
-    assert built_request["StoppingCondition"] == {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 86410}
-    assert built_request["CheckpointConfig"]["S3Uri"] == "s3://other/place"
-    assert built_request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
-    assert [channel["InputMode"] for channel in built_request["InputDataConfig"]] == [
-        "File",
-        "File",
-        "FastFile",
-    ]
-    assert built_request["AlgorithmSpecification"]["MetricDefinitions"] == [
-        {"Name": "loss", "Regex": "loss ([0-9.]+)"}
-    ]
-    assert built_request["Environment"] == {"A": "1"}
-
-
 VPC = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
 PLAN = "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/large-models"
 LOGIN = "arn:aws:lambda:eu-west-1:123456789012:function:registry-login"
 
 
-def test_keys_of_rarer_members_are_in_the_request_and_pass_the_check():
-    settings = {
+PROFILES = {
+    "minimal": {},
+    "options": {
+        **VPC, "spot": True, "max_run": 10, "tags": {"team": "x"}, "volume_kms_key": "k1", "output_kms_key": "k2",
+        "encrypt_traffic": True, "checkpoint_uri": "s3://other/place", "metrics": {"loss": "loss ([0-9.]+)"},
+        "inputs": {"train": "s3://b/x", "big": {"uri": "s3://b/y", "input_mode": "FastFile"}},
+    },
+    "rarer": {
         **VPC, "compress_output": False, "tensorboard_uri": "s3://b/events", "remote_debug": True, "max_retries": 2,
         "training_plan": PLAN, "image_uri": "registry.example.com:5000/team/accel:1", "registry_credentials": LOGIN,
-    }  # fmt: skip
-    built_request = request(settings)
+        "network_isolation": True, "volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2",
+    },
+    "file-systems": {
+        **VPC, "keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""},
+        "inputs": {
+            "train": "fsx://fs-0123456789abcdef0/abcdefgh/images",
+            "home": {"uri": "efs://fs-01234567", "access": "rw"},
+            "test": "s3://b/test",
+        },
+    },
+    "patch": {
+        "inputs": {"train": "s3://b/x"}, "tags": {"team": "a"},
+        "request": {
+            "ExperimentConfig": {"ExperimentName": "digits"},
+            "ResourceConfig": {"InstancePlacementConfig": {"EnableMultipleJobs": True}},
+            "InputDataConfig": [{"ChannelName": "train", "ContentType": "text/csv"}, {"ChannelName": "x", "DataSource": {}}],
+            "Tags": [{"Key": "team", "Value": "b"}, {"Key": "cost", "Value": "1"}],
+        },
+    },
+}  # fmt: skip
+"""Profiles by the name of the golden file of their request."""
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_request_of_a_profile_is_valid_and_that_of_its_golden_file(name):
+    built_request = request(PROFILES[name], {"A": "1"} if name == "options" else None)
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shape = model.operation_model("CreateTrainingJob").input_shape
+    assert not ParamValidator().validate(built_request, shape).has_errors()
     check_request(built_request)
-    assert built_request["OutputDataConfig"]["CompressionType"] == "NONE"
-    assert built_request["TensorBoardOutputConfig"] == {"S3OutputPath": "s3://b/events"}
-    assert built_request["RemoteDebugConfig"] == {"EnableRemoteDebug": True}
-    assert built_request["RetryStrategy"] == {"MaximumRetryAttempts": 2}
-    assert built_request["ResourceConfig"]["TrainingPlanArn"] == PLAN
-    assert built_request["AlgorithmSpecification"]["TrainingImageConfig"] == {
-        "TrainingRepositoryAccessMode": "Vpc",
-        "TrainingRepositoryAuthConfig": {"TrainingRepositoryCredentialsProviderArn": LOGIN},
-    }
+    golden.check(f"sagemaker/{name}.json", json.dumps(built_request, indent=2, ensure_ascii=False) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -119,36 +96,6 @@ def test_an_image_outside_ecr_is_read_from_a_vpc(image, is_private):
     assert (
         "TrainingImageConfig" in request({**VPC, "image_uri": image})["AlgorithmSpecification"]
     ) == is_private
-
-
-def test_a_file_system_is_mounted_as_a_channel():
-    built_request = request(
-        {
-            **VPC,
-            "inputs": {
-                "train": "fsx://fs-0123456789abcdef0/abcdefgh/images",
-                "home": {"uri": "efs://fs-01234567", "access": "rw"},
-                "test": "s3://b/test",
-            },
-        }
-    )
-    check_request(built_request)
-    _, train, home, test = built_request["InputDataConfig"]
-    assert train == {
-        "ChannelName": "train",
-        "DataSource": {
-            "FileSystemDataSource": {
-                "FileSystemId": "fs-0123456789abcdef0",
-                "FileSystemType": "FSxLustre",
-                "DirectoryPath": "/abcdefgh/images",
-                "FileSystemAccessMode": "ro",
-            }
-        },
-    }
-    assert home["DataSource"]["FileSystemDataSource"] == {
-        "FileSystemId": "fs-01234567", "FileSystemType": "EFS", "DirectoryPath": "/", "FileSystemAccessMode": "rw",
-    }  # fmt: skip
-    assert test["DataSource"]["S3DataSource"]["S3Uri"] == "s3://b/test"
 
 
 @pytest.mark.parametrize(
@@ -178,13 +125,6 @@ def test_variables_that_a_request_cannot_contain_are_only_in_the_bundle():
     assert not {"LONG", "A.B"} & set(built_request)
 
 
-def test_the_request_does_not_contain_script_arguments():
-    built_request = request()
-    assert built_request["AlgorithmSpecification"]["ContainerArguments"] == [
-        "exec $(command -v python3 || command -v python) /opt/ml/input/data/accel/entry.py"
-    ]
-
-
 def test_a_job_name_consists_of_script_and_time():
     assert name_job(None, "src/train_it.py", NOW) == "train-it-20261121-223015-678"
     assert name_job(None, "pkg.train", NOW) == "pkg-train-20261121-223015-678"
@@ -198,24 +138,9 @@ def test_every_job_name_is_valid(base, target):
     assert re.fullmatch(pattern, name_job(base or None, target.replace("\0", ""), NOW))
 
 
-def test_a_patch_is_merged_into_the_request(shape):
-    patch = {
-        "ExperimentConfig": {"ExperimentName": "digits"},
-        "ResourceConfig": {"InstancePlacementConfig": {"EnableMultipleJobs": True}},
-        "InputDataConfig": [{"ChannelName": "train", "ContentType": "text/csv"}, {"ChannelName": "x", "DataSource": {}}],
-        "Tags": [{"Key": "team", "Value": "b"}, {"Key": "cost", "Value": "1"}],
-        "EnableNetworkIsolation": None,
-    }  # fmt: skip
+def test_a_patch_of_a_key_is_refused_with_the_key():
     with pytest.raises(UsageError, match=r"EnableNetworkIsolation.*Set launcher\.network_isolation"):
-        request({"request": patch})
-    del patch["EnableNetworkIsolation"]
-    built_request = request({"request": patch, "inputs": {"train": "s3://b/x"}, "tags": {"team": "a"}})
-    assert not ParamValidator().validate(built_request, shape).has_errors()
-    assert built_request["ResourceConfig"]["InstanceCount"] == 1
-    assert [channel["ChannelName"] for channel in built_request["InputDataConfig"]] == ["accel", "train", "x"]
-    assert built_request["InputDataConfig"][1]["ContentType"] == "text/csv"
-    assert built_request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"] == "s3://b/x"
-    assert built_request["Tags"] == patch["Tags"]
+        request({"request": {"EnableNetworkIsolation": None}})
 
 
 @pytest.mark.parametrize(
@@ -250,20 +175,6 @@ def test_an_unknown_member_of_a_patch_is_named_with_its_path():
 
 
 # The check against the limits and patterns of botocore's model.
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"spot": True, "max_run": 60, "max_wait": 60},
-        {"keep_alive": 21600, "tags": {"équipe": "数据 1\u00a0\u0663", "a:b/c=d+e-f@g": ""}},
-        {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"], "network_isolation": True, "encrypt_traffic": True},
-        {"volume_kms_key": "arn:aws:kms:eu-west-1:1:key/2"},
-    ],
-)  # fmt: skip
-def test_requests_of_valid_profiles_pass_the_check(settings):
-    check_request(request(settings))
 
 
 def changed(path, value):
