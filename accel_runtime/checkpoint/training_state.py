@@ -364,7 +364,10 @@ def capture_accumulation(
     return AccumulationState(
         cycle=accumulation.capture_cycle(),
         unit=gradients.weights.unit,
-        used=tuple(name for p, name in visible.items() if p not in unused and p.grad is not None),
+        # A sparse gradient without values is like none.
+        used=tuple(
+            n for p, n in visible.items() if p not in unused and p.grad is not None and not p.grad.is_sparse
+        ),
         gradients={name: _split_sparse(gradient) for name, gradient in present.items()},
         weights={
             names[group.parameters[0]]: WeightState(group.pending, group.total)
