@@ -208,9 +208,7 @@ MUTATIONS = (
         "several micro-batches of the last batch",
         "accel_runtime.data.epoch_ends:EpochEnds._count_calls_of_batch",
         set_value("is_same", "False"),
-        (
-            "tests/runtime/test_accumulation_loops.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in",
-        ),
+        ("tests/runtime/test_accumulation.py::test_a_cycle_ends_with_the_loop_that_accumulate_stands_in",),
     ),
     Mutation(
         "iterations of torchdata's loader",
@@ -385,7 +383,7 @@ MUTATIONS = (
         "accel_runtime.data.sharding:loss_scale",
         return_value("1.0"),
         (
-            "tests/runtime/test_exactness.py::test_training_without_even_batches_has_the_gradients_of_one_process",
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
         ),
     ),
     Mutation(
@@ -531,7 +529,7 @@ MUTATIONS = (
         "accel_runtime.training.gradients:LossWeights.backward",
         replace_argument("run", 0, "torch.ones(())"),
         (
-            "tests/runtime/test_weighted_losses.py::test_the_gradient_equals_that_of_one_process_on_all_tokens",
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
         ),
     ),
     Mutation(

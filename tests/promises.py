@@ -97,8 +97,8 @@ GUARANTEES = (
         "Weighted losses",
         "backward(loss, weight=n) computes the gradient of the mean over all items of all micro-batches on all processes.",
         (
-            "tests/runtime/test_weighted_losses.py::test_the_gradient_equals_that_of_one_process_on_all_tokens",
-            "tests/runtime/test_exactness.py::test_token_weighted_losses_have_the_gradient_over_all_tokens_of_a_cycle",
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
+            "tests/runtime/test_weighted_losses.py::test_two_models_in_one_cycle_have_separate_weights",
         ),
         "weight of a loss",
     ),
@@ -118,7 +118,7 @@ GUARANTEES = (
         (
             "tests/runtime/storage/test_manifest.py::test_a_changed_character_is_detected",
             "tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",
-            "tests/runtime/checkpoint/test_accumulation.py::test_steps_after_a_resume_on_the_same_world_size_are_bitwise_equal",
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
         ),
         "manifest checksum",
     ),
@@ -156,9 +156,8 @@ RUNTIME = (
         "Same mathematics",
         "N processes give the gradients of one process on the same global batch, also with ragged tails.",
         (
-            "tests/runtime/test_exactness.py::test_training_without_even_batches_has_the_gradients_of_one_process",
-            "tests/runtime/test_exactness.py::test_shuffled_training_is_equal_on_any_number_of_processes",
-            "tests/runtime/test_weighted_losses.py::test_training_on_a_short_last_batch_equals_one_process",
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
+            "tests/runtime/test_training_equality.py::test_a_generated_training_equals_that_of_one_process",
         ),
         "gradient of a padded batch",
     ),

@@ -1,8 +1,10 @@
-"""Accumulation cycles: the micro-batches after which gradients are averaged."""
+"""Accumulation cycles: the micro-batches that end one, in loops of any shape, and what an `Accelerator` does there."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import deque
 
 import pytest
 import torch
@@ -14,33 +16,30 @@ from torch.utils.data import DataLoader
 from accel_runtime import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
 from accel_runtime.training.accumulation import Accumulation
 
-
-def collect_cycle_ends(steps, micro_batches, epochs=1, **fields):
-    """Return, for each micro-batch, whether it ends an accumulation cycle."""
-    accumulation = Accumulation(GradientAccumulationPlugin(steps, **fields))
-    epoch = range(1, micro_batches + 1)
-    return [accumulation.advance(is_last=index == micro_batches) for _ in range(epochs) for index in epoch]
+# Counting ----------------------------------------------------------------------------------
 
 
-def test_the_optimizer_may_step_before_the_first_micro_batch():
-    assert Accumulation(4).synced
-
-
-def test_each_micro_batch_is_a_cycle_if_steps_is_one():
-    assert collect_cycle_ends(1, 3) == [True, True, True]
-
-
-def test_a_cycle_ends_after_its_number_of_steps():
-    assert collect_cycle_ends(2, 4) == [False, True, False, True]
-
-
-def test_the_last_micro_batch_of_an_epoch_ends_the_cycle():
-    assert collect_cycle_ends(3, 5, epochs=2) == [False, False, True, False, True] * 2
-
-
-def test_synced_equals_the_result_of_advance():
-    accumulation = Accumulation(2)
-    assert [accumulation.advance(is_last=False) == accumulation.synced for _ in range(5)] == [True] * 5
+@pytest.mark.parametrize(
+    ("steps", "micro_batches", "epochs", "sync_with_dataloader", "expected"),
+    [
+        (1, 3, 1, True, "111"),
+        (2, 4, 1, True, "0101"),
+        (3, 5, 2, True, "0010100101"),
+        (3, 4, 2, False, "00100100"),
+    ],
+)
+def test_a_cycle_ends_after_its_steps_or_with_an_epoch(
+    steps, micro_batches, epochs, sync_with_dataloader, expected
+):
+    plugin = GradientAccumulationPlugin(steps, sync_with_dataloader=sync_with_dataloader)
+    accumulation = Accumulation(plugin)
+    assert accumulation.synced  # the optimizer may step before the first micro-batch
+    ends = ""
+    for number in range(1, 1 + epochs * micro_batches):
+        is_end = accumulation.advance(is_last=number % micro_batches == 0)
+        assert is_end == accumulation.synced
+        ends += str(int(is_end))
+    assert ends == expected
 
 
 @pytest.mark.parametrize("steps", [0, -1])
@@ -49,14 +48,473 @@ def test_an_accumulation_cycle_needs_at_least_one_micro_batch(steps):
         Accumulation(steps)
 
 
-def test_a_cycle_continues_across_epochs_without_sync_with_dataloader():
-    assert (
-        collect_cycle_ends(3, 4, epochs=2, sync_with_dataloader=False)
-        == [False, False, True, False, False, True] + [False] * 2
-    )
+# Loops -------------------------------------------------------------------------------------
 
 
-# Through Accelerator ---------------------------------------------------------------------
+class Cycles:
+    """Two models that train with accumulation; `ends` has a digit for each micro-batch, 1 if it completes a cycle."""
+
+    def __init__(self, steps=2, **fields):
+        self.accelerator = Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(steps, **fields)
+        )
+        self.models = [self.accelerator.prepare(nn.Linear(1, 1, bias=False)) for _ in range(2)]
+        self.ends = ""
+
+    def prepare_loader(self, num_batches, size=1):
+        """Return a loader of this number of batches on each rank."""
+        rows = num_batches * size * self.accelerator.num_processes
+        return self.accelerator.prepare(DataLoader(torch.ones(rows, 1), batch_size=size))
+
+    def train(self, *batches, model=0):
+        """Run one micro-batch."""
+        with self.accelerator.accumulate(self.models[model]):
+            self.accelerator.backward(sum(self.models[model](batch).sum() for batch in batches))
+        self.ends += str(int(self.accelerator.sync_gradients))
+
+
+def run_script(script, steps=2, lengths=(5, 3), **fields):
+    """Return the ends of cycles of `script(cycles, *loaders)`, and the messages.
+
+    The ends have "!" at the end if the script is refused, and "?" if a cycle continues in another loop.
+    """
+    cycles = Cycles(steps, **fields)
+    loaders = [cycles.prepare_loader(length) for length in lengths]
+    with collect_messages("accel_runtime.training.gradients") as logged:
+        try:
+            script(cycles, *loaders)
+        except ValueError as error:
+            assert "sync_with_dataloader=False" in str(error)
+            cycles.ends = cycles.ends.strip() + "!"
+    continued = [message for message in logged if "loop before it trained on 1 only" in message]
+    return cycles.ends.strip() + "?" * len(continued)
+
+
+def over(batches, epochs=2, limit=None):
+    """Return a script that trains on every item of what `batches(*loaders)` returns."""
+
+    def train(cycles, *loaders):
+        for _ in range(epochs):
+            for number, item in enumerate(batches(*loaders)):
+                if number == limit:
+                    break
+                items = item if isinstance(item, (tuple, list)) else [item]
+                cycles.train(*(batch for batch in items if batch is not None))
+            cycles.ends += " "
+
+    return train
+
+
+def endless(loader):
+    """Repeat a loader."""
+    while True:
+        yield from loader
+
+
+def endless_with_epochs(loader):
+    """Repeat a loader, with a statement between its epochs."""
+    epoch = 0
+    while True:
+        for batch in loader:  # noqa: UP028 - as scripts write it
+            yield batch
+        epoch += 1
+        loader.set_epoch(epoch)
+
+
+def passed_through(loader):
+    """Yield each batch at once, as a progress bar does."""
+    number = 0
+    for batch in loader:
+        yield batch
+        number += 1  # noqa: SIM113 - as progress bars count
+
+
+def repeated(loader, times):
+    """Repeat a loader a number of times."""
+    for _ in range(times):
+        yield from loader
+
+
+def read_ahead(loader, count=1):
+    """Yield the batches of a loader `count` batches late."""
+    pending = deque()
+    for batch in loader:
+        pending.append(batch)
+        if len(pending) > count:
+            yield pending.popleft()
+    yield from pending
+
+
+class Endless:
+    """Iterator that repeats a loader."""
+
+    def __init__(self, loader):
+        self.loader = loader
+        self.iterator = iter(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.iterator = iter(self.loader)
+            return next(self.iterator)
+
+
+class Moved:
+    """Iterable whose iterator passes each batch on."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        self.iterator = iter(self.loader)
+        return self
+
+    def __next__(self):
+        return next(self.iterator)
+
+
+def paired(first, second):
+    """Yield pairs from a loader and one that is repeated."""
+    iterator = iter(second)
+    for batch in first:
+        try:
+            other = next(iterator)
+        except StopIteration:
+            iterator = iter(second)
+            other = next(iterator)
+        yield batch, other
+
+
+ITERABLES = {
+    # Two epochs: 5 and 3 batches, and cycles of 2.
+    "a loader": (lambda a, _: a, "01011 01011"),
+    "a list": (lambda a, _: list(a), "01010 10101"),
+    "a generator between": (lambda a, _: passed_through(a), "01011 01011"),
+    "enumerate": (lambda a, _: (batch for _, batch in enumerate(a)), "01011 01011"),
+    "loaders of equal length": (lambda a, _: zip(a, passed_through(a), strict=False), "01011 01011"),
+    "the second is shorter": (lambda a, b: zip(a, b, strict=False), "011 011"),
+    "the first is shorter": (lambda a, b: zip(b, a, strict=False), "011 011"),
+    "each in a generator, the second shorter": (lambda a, b: zip(passed_through(a), passed_through(b), strict=False), "011 011"),
+    "each in a generator, the first shorter": (lambda a, b: zip(passed_through(b), passed_through(a), strict=False), "011 011"),
+    "each in an iterator, the second shorter": (lambda a, b: zip(Moved(a), Moved(b), strict=False), "011 011"),
+    "zip in a generator": (lambda a, b: passed_through(zip(b, a, strict=False)), "011 011"),
+    "one in a generator": (lambda a, b: zip(a, passed_through(b), strict=False), "011 011"),
+}  # fmt: skip
+REFUSED = {
+    "the second repeats": lambda a, b: zip(a, endless(b), strict=False),
+    "the first repeats": lambda a, b: zip(endless(b), a, strict=False),
+    "one repeats with epochs": lambda a, b: zip(a, endless_with_epochs(b), strict=False),
+    "one repeats in a generator": lambda a, b: zip(a, passed_through(endless(b)), strict=False),
+    "one repeats, in generators": lambda a, b: passed_through(zip(passed_through(a), endless(b), strict=False)),
+    "pairs": paired,
+    "itertools.cycle": lambda a, b: zip(a, itertools.cycle(b)),
+    "zip_longest": itertools.zip_longest,
+    "an iterator repeats": lambda a, b: zip(a, Endless(b), strict=False),
+    "a generator repeats for a while": lambda a, b: zip(a, repeated(b, 4), strict=False),
+    "both repeat": lambda a, b: zip(endless(a), endless(b), strict=False),
+}  # fmt: skip
+"""Loops in which a loader ends before the loop does, which is found at the micro-batch after it."""
+
+
+def read_beside(cycles, labeled, others):
+    """The other loader is read in the body of the loop, and begun again at its end."""
+    iterator = iter(others)
+    for _ in range(2):
+        for batch in passed_through(labeled):
+            try:
+                other = next(iterator)
+            except StopIteration:
+                iterator = iter(others)
+                other = next(iterator)
+            cycles.train(batch, other)
+        cycles.ends += " "
+
+
+def evaluate_within(cycles, loader, others):
+    """An evaluation before and after a micro-batch, and one that is left and kept."""
+    for _ in range(2):
+        kept = []
+        for batch in loader:
+            list(others)
+            cycles.train(batch)
+            list(others)
+            kept.append(iter(others))
+            next(kept[-1])
+        cycles.ends += " "
+
+
+def evaluate_in_parts(cycles, loader, _):
+    """An evaluation that goes on with a batch at every second micro-batch, over all epochs, and is not at its end."""
+    parts = iter(cycles.prepare_loader(99))
+    next(parts)
+    for _ in range(2):
+        for number, batch in enumerate(loader):
+            if number % 2 == 0:
+                next(parts)
+            cycles.train(batch)
+        cycles.ends += " "
+
+
+def nest(cycles, tasks, loader):
+    """The loader is read once for each batch of another one."""
+    for _ in tasks:
+        for batch in loader:
+            cycles.train(batch)
+        cycles.ends += " "
+
+
+def step_through(cycles, loader, _):
+    """The loader is read by `next`."""
+    for _ in range(2):
+        iterator = iter(loader)
+        for _ in range(5):
+            cycles.train(next(iterator))
+        cycles.ends += " "
+
+
+def hold_a_stream(cycles, loader, others):
+    """A stream is read beside each epoch of another loader."""
+    stream = iter(loader)
+    for _ in range(1):
+        for batches in zip(others, stream, strict=False):
+            cycles.train(*batches)
+        cycles.ends += " "
+    held = endless(loader)
+    for _ in range(2):
+        for batches in zip(others, held, strict=False):
+            cycles.train(*batches)
+        cycles.ends += " "
+
+
+def repeat_alone(cycles, loader, _):
+    """One loader that is repeated: each of its epochs ends a cycle."""
+    for number, batch in enumerate(endless(loader)):
+        if number == 10:
+            break
+        cycles.train(batch)
+        if number % 5 == 4:
+            cycles.ends += " "
+
+
+def train_on_own_data(cycles, loader, _):
+    """Micro-batches that are not from a loader, after a loop and without one."""
+    for _ in range(2):
+        for batch in loader:
+            cycles.train(batch)
+        cycles.train(torch.ones(1, 1))
+        cycles.train(torch.ones(1, 1))
+        cycles.ends += " "
+
+
+def train_two_models(cycles, loader, _):
+    """One `accumulate` for each model of a GAN."""
+    for _ in range(2):
+        for batch in loader:
+            cycles.train(batch)
+            cycles.train(batch, model=1)
+        cycles.ends += " "
+
+
+def filter_batches(cycles, loader, _):
+    """Batches that are not used, other than the last."""
+    for _ in range(2):
+        for number, batch in enumerate(passed_through(loader)):
+            if number != 1:
+                cycles.train(batch)
+        cycles.ends += " "
+
+
+def divide_batches(cycles, loader, _):
+    """Three micro-batches of each batch."""
+    for _ in range(2):
+        for batch in loader:
+            for _ in range(3):
+                cycles.train(batch)
+        cycles.ends += " "
+
+
+def combine_batches(cycles, loader, _):
+    """Two batches in each micro-batch, and the last alone, after the loader has ended."""
+    for _ in range(2):
+        iterator = iter(loader)
+        for batch in iterator:
+            other = next(iterator, None)
+            cycles.train(*([batch] if other is None else [batch, other]))
+        cycles.ends += " "
+
+
+def repeat_divided(cycles, loader, _):
+    """A loader that is repeated, and several micro-batches of each batch, as in reinforcement learning."""
+    batches = endless(loader)
+    for _ in range(2):
+        for _ in range(5):
+            batch = next(batches)
+            for _ in range(4):
+                cycles.train(batch)
+        cycles.ends += " "
+
+
+def read_within_iterator(cycles, loader, _):
+    """An object that reads one batch ahead."""
+
+    class Prefetcher:
+        def __init__(self):
+            self.iterator = iter(loader)
+            self.following = next(self.iterator)
+
+        def next(self):
+            current, self.following = self.following, next(self.iterator, None)
+            return current
+
+    for _ in range(2):
+        prefetcher = Prefetcher()
+        while (batch := prefetcher.next()) is not None:
+            cycles.train(batch)
+        cycles.ends += " "
+
+
+def alternate(cycles, first, second):
+    """Two loaders that are read in turn."""
+    for _ in range(2):
+        iterators = iter(first), iter(second)
+        for _ in range(3):
+            for iterator in iterators:
+                cycles.train(next(iterator))
+        cycles.ends += " "
+
+
+def leave(cycles, loader, _):
+    """The loop is left within a cycle."""
+    for _ in range(3):
+        for batch in itertools.islice(loader, 3):
+            cycles.train(batch)
+        cycles.ends += " "
+
+
+def filter_the_last(cycles, loader, _):
+    """The last batch is not used."""
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            if number < 3:
+                cycles.train(batch)
+        cycles.ends += " "
+
+
+def divide_unevenly(cycles, loader, _):
+    """Batches of 4, 3 and micro-batches of at most 2."""
+    loader = cycles.accelerator.prepare(DataLoader(torch.ones(7, 1), batch_size=4))
+    for batch in loader:
+        for part in batch.split(2):
+            cycles.train(part)
+
+
+def retry(cycles, loader, _):
+    """Micro-batches that fail before their backward pass are tried again."""
+    for number, batch in enumerate(loader):
+        if number in {3, 4}:
+            with pytest.raises(RuntimeError), cycles.accelerator.accumulate(cycles.models[0]):
+                raise RuntimeError("no memory")
+        cycles.train(batch)
+
+
+def break_at_the_last(cycles, loader, _):
+    """The loop is left with its last batch."""
+    for _ in range(2):
+        for number, batch in enumerate(loader, 1):
+            cycles.train(batch)
+            if number == 5:
+                break
+        cycles.ends += " "
+
+
+SCRIPTS = {
+    evaluate_within: "01011 01011",
+    evaluate_in_parts: "01011 01011",
+    nest: "011 011 011 011 011",
+    step_through: "01011 01011",
+    repeat_alone: "01011 01011",
+    train_on_own_data: "0101101 0101101",
+    train_two_models: "0101010111 0101010111",
+    filter_batches: "0101 0101",
+    divide_batches: "010101010101011 010101010101011",
+    repeat_divided: "01010101010101010101 01010101010101010101",
+    retry: "01011",
+    break_at_the_last: "01011 01011",
+    # Reads beyond the end of a loader.
+    read_beside: "011!",
+    hold_a_stream: "011 011!",
+    read_within_iterator: "01010 1011!?",
+    divide_unevenly: "011!",
+    # A cycle continues in the next loop, and that is reported once.
+    leave: "010 101 010?",
+    filter_the_last: "010 101 010?",
+    combine_batches: "010 101?",
+}
+
+
+@pytest.mark.parametrize("name", ITERABLES)
+def test_the_end_of_the_training_loop_ends_the_cycle(name):
+    batches, expected = ITERABLES[name]
+    assert run_script(over(batches)).strip("?") == expected
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_a_cycle_ends_with_the_loop_that_accumulate_stands_in(script):
+    assert run_script(script) == SCRIPTS[script]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_loop_that_goes_on_after_the_end_of_a_loader_is_rejected_unless_each_micro_batch_is_a_cycle(name):
+    assert run_script(over(REFUSED[name])) == "011!"
+    assert set(run_script(over(REFUSED[name], limit=9), steps=1)) == {"1", " "}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [((5, 2), "01011 01011"), ((6, 2), "010101 010101"), ((4, 4), "0101 0101")]
+)
+@pytest.mark.parametrize("name", ["the second repeats", "the first repeats", "pairs"])
+def test_a_loader_that_is_repeated_is_accepted_if_its_end_completes_the_cycle(name, lengths, expected):
+    assert run_script(over(REFUSED[name]), lengths=lengths) == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "expected"),
+    [
+        (6, 2, "010101 010101"),
+        (6, 1, "01011!"),
+        (5, 2, "011!"),
+        (5, 1, "01010 1011!?"),  # the first epoch leaves a cycle incomplete
+    ],
+)
+def test_reading_ahead_is_rejected_if_the_last_batch_ends_a_cycle_early(length, count, expected):
+    assert run_script(over(lambda a, _: read_ahead(a, count)), lengths=(length, 1)) == expected
+
+
+def test_the_same_loops_are_decided_in_the_same_way_on_several_processes(pair):
+    def run():
+        return [
+            run_script(over(ITERABLES["the first is shorter"][0])),
+            run_script(over(REFUSED["pairs"])),
+            run_script(leave),
+        ]
+
+    assert pair.run(run) == [["011 011", "011!", "010 101 010?"], ["011 011", "011!", "010 101 010"]]
+
+
+def test_loaders_that_are_read_in_turn_end_the_cycle_with_the_later_one():
+    assert run_script(alternate, 4, (3, 3)) == "000101 000101"
+
+
+def test_only_counts_end_a_cycle_without_sync_with_dataloader():
+    ends = run_script(over(lambda a, b: zip(a, itertools.cycle(b))), sync_with_dataloader=False)
+    assert ends == "01010 10101"
+
+
+# Through Accelerator -----------------------------------------------------------------------
 
 
 class Run:
@@ -82,18 +540,6 @@ class Run:
     @property
     def value(self):
         return self.accelerator.unwrap_model(self.model).weight.item()
-
-
-def test_a_break_at_the_last_batch_does_not_disable_accumulation(ranks):
-    def train_after_break():
-        run = Run(gradient_accumulation_steps=4)
-        for index, x in enumerate(run.loader):
-            run.run_micro_batch(x)
-            if index == 5:
-                break
-        return [run.run_micro_batch(x) for x in run.loader]
-
-    assert ranks.run(train_after_break) == [[False, False, False, True, False, True]] * ranks.size
 
 
 def test_a_cycle_left_open_by_a_break_ends_in_the_next_loop(ranks):

@@ -20,7 +20,6 @@ from support.data_sets import (
 from support.models import TwoLayerNet
 from support.numerics import relative_error
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import (
     BatchSampler,
@@ -431,44 +430,6 @@ def squared_loss(model, x):
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["mean losses", "weighted losses"])
-@pytest.mark.parametrize("method", ["not even", "dispatched, not even"])
-@pytest.mark.parametrize("stream", [False, True], ids=["a list", "a stream"])
-def test_training_without_even_batches_has_the_gradients_of_one_process(ranks, weighted, method, stream):
-    """Accelerate has the mean of unequal means, off by 0.76, and hangs for some lengths."""
-
-    def train_locally(count, weighted, method, stream):
-        accelerator = create_accelerator(method)
-        x, index = build_samples(count)
-        plain = TwoLayerNet()
-        data = SizedStream(count, lambda n: (x[n], index[n])) if stream else TensorDataset(x, index)
-        model = TwoLayerNet()
-        rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model, rule, loader = accelerator.prepare(model, rule, DataLoader(data, 4))
-        plain_rule = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-        samples, worst, size = [], 0.0, 4 * accelerator.num_processes
-        assert isinstance(model, DistributedDataParallel) == (accelerator.num_processes > 1)
-        for step, (batch, which) in enumerate(loader):
-            # A padding batch counts for nothing, also with the weight of a real one.
-            options = {"weight": len(batch)} if weighted else {}
-            accelerator.backward(squared_loss(model, batch), **options)
-            squared_loss(plain, x[step * size : (step + 1) * size]).backward()
-            worst = max(worst, relative_error(copy_gradients(model), copy_gradients(plain)))
-            for accumulation_rule in (rule, plain_rule):
-                accumulation_rule.step()
-                accumulation_rule.zero_grad()
-            samples += accelerator.gather_for_metrics(which).tolist()
-        accelerator.wait_for_everyone()
-        return samples, max(worst, relative_error(model.state_dict().values(), plain.state_dict().values()))
-
-    def train_all_lengths(*arguments):
-        return [train_locally(count, *arguments) for count in (13, 21, 10, 5, 1)]
-
-    for result in ranks.run(train_all_lengths, weighted, WAYS[method], stream):
-        assert [samples for samples, _ in result] == [list(range(count)) for count in (13, 21, 10, 5, 1)]
-        assert max(worst for _, worst in result) <= BAR
-
-
 @pytest.mark.parametrize("finished", [False, True], ids=["beside a longer loop", "after its own loop"])
 def test_a_short_batch_has_the_gradient_of_one_process_while_the_newest_one_is_full(ranks, finished):
     def train(finished):
@@ -483,76 +444,6 @@ def test_a_short_batch_has_the_gradient_of_one_process_while_the_newest_one_is_f
         return relative_error(copy_gradients(model), copy_gradients(plain))
 
     assert max(ranks.run(train, finished)) <= BAR
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_shuffled_training_is_equal_on_any_number_of_processes(clusters, accumulation):
-    """Train with one global batch size for two epochs whose last batch and last cycle are short."""
-
-    def train_locally(accumulation):
-        torch.manual_seed(5)
-        accelerator = Accelerator(
-            gradient_accumulation_steps=accumulation,
-            dataloader_config=DataLoaderConfiguration(even_batches=False),
-        )
-        model = TwoLayerNet()
-        rule = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader = DataLoader(build_samples(20)[0], 6 // accelerator.num_processes, shuffle=True)
-        model, rule, loader = accelerator.prepare(model, rule, loader)
-        torch.manual_seed(7)
-        for _ in range(2):
-            for batch in loader:
-                with accelerator.accumulate(model):
-                    accelerator.backward(squared_loss(model, batch))
-                    rule.step()
-                    rule.zero_grad()
-        return [v.tolist() for v in accelerator.unwrap_model(model).state_dict().values()]
-
-    def is_near(actual, expected):
-        return relative_error([torch.tensor(v) for v in actual], [torch.tensor(v) for v in expected]) <= BAR
-
-    expected = clusters[1].run(train_locally, accumulation)[0]
-    for size in (2, 3):
-        assert all(is_near(actual, expected) for actual in clusters[size].run(train_locally, accumulation))
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("even", [True, False], ids=["even", "not even"])
-def test_token_weighted_losses_have_the_gradient_over_all_tokens_of_a_cycle(ranks, accumulation, even):
-    """Accelerate has the mean of means, off by 0.25 to 1.12, and scales a short last cycle wrongly."""
-
-    def measure_error(accumulation, even):
-        accelerator = create_accelerator({"even_batches": even}, gradient_accumulation_steps=accumulation)
-        count = 6 * 3 * 4 * accelerator.num_processes - (0 if even else 3)
-        x = build_samples(count)[0]
-        tokens = torch.randint(1, 25, (count,), generator=torch.Generator().manual_seed(1))
-        plain = TwoLayerNet()
-        model = TwoLayerNet()
-        loader = DataLoader(TensorDataset(x, tokens), 4)
-        model, rule, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
-
-        def compute_loss(model, x, tokens):
-            each = (model(x) - x.sum(1, keepdim=True)).square().squeeze(1)
-            return (each * tokens).sum() / tokens.sum()
-
-        largest_error, steps_done, first_step = 0.0, 0, 0
-        for batch, number in loader:
-            steps_done += 4 * accelerator.num_processes
-            with accelerator.accumulate(model):
-                accelerator.backward(compute_loss(model, batch, number), weight=number.sum())
-                if accelerator.sync_gradients:
-                    plain.zero_grad()
-                    compute_loss(plain, x[first_step:steps_done], tokens[first_step:steps_done]).backward()
-                    largest_error, first_step = (
-                        max(largest_error, relative_error(copy_gradients(model), copy_gradients(plain))),
-                        steps_done,
-                    )
-                rule.step()
-                rule.zero_grad()
-        assert first_step >= count
-        return largest_error
-
-    assert all(value <= BAR for value in ranks.run(measure_error, accumulation, even))
 
 
 def test_join_uneven_inputs_accepts_loops_of_unequal_length_on_the_cpu(several):

@@ -1,4 +1,4 @@
-"""Select the cases of a product of factors that cover all pairs of values; the remaining cases are marked `full`."""
+"""Select the cases of a product of factors that cover all pairs of values."""
 
 from __future__ import annotations
 
@@ -44,6 +44,36 @@ def select_pairs(cases, chosen=()):
         added.add(best)
         uncovered -= pairs[best]
     return added
+
+
+def build_pairs(factors):
+    """Return a small set of dicts with a value of each factor, such that any two values of two factors are in one of them.
+
+    Of a product too large to build: each case begins with a pair that is missing, and adds the values with the most others.
+    """
+    names = list(factors)
+    missing = {
+        ((i, a), (j, b))
+        for i, j in combinations(range(len(names)), 2)
+        for a in range(len(factors[names[i]]))
+        for b in range(len(factors[names[j]]))
+    }
+    cases = []
+    while missing:
+        chosen = dict(min(missing))
+        for i in range(len(names)):
+            if i not in chosen:
+                counts = [
+                    sum(tuple(sorted([(i, value), other])) in missing for other in chosen.items())
+                    for value in range(len(factors[names[i]]))
+                ]
+                # Of equal values another one in each case.
+                order = sorted(range(len(counts)), key=lambda value: (value - len(cases)) % len(counts))
+                chosen[i] = max(order, key=counts.__getitem__)
+        case = sorted(chosen.items())
+        missing -= set(combinations(case, 2))
+        cases.append({names[i]: factors[names[i]][value] for i, value in case})
+    return cases
 
 
 def _param(values, full, text):
