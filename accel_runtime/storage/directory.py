@@ -158,6 +158,7 @@ _LOG = logging.getLogger("accel_runtime.checkpoint")
 # Containers that forbid unknown system calls may return EPERM.
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM}
 _CANNOT_MOVE = {errno.EBUSY, errno.EXDEV}
+_CHANGED = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 _ATTEMPTS, _RETRY_S = 20, 0.002
 
 
@@ -380,7 +381,20 @@ def _publish(new: Path, target: Path, disk: FileSystem, unlock: Callable[[], Non
 
 
 def _replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Callable[[], None]]:
-    """Rename a directory over another one; return the new path of the other, and a function that undoes it."""
+    """Rename a directory over another one; return the new path of the other, and a function that undoes it.
+
+    Between two calls another process may remove the other directory, or publish it again.
+    """
+    for _ in range(_ATTEMPTS):
+        try:
+            return _try_replace(new, target, disk)
+        except OSError as error:
+            if error.errno not in _CHANGED:
+                raise
+    return _try_replace(new, target, disk)
+
+
+def _try_replace(new: Path, target: Path, disk: FileSystem) -> tuple[Path | None, Callable[[], None]]:
     try:
         disk.rename(new, target)
     except OSError as error:
