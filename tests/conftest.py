@@ -343,13 +343,20 @@ def s3_server(request, tmp_path_factory):
     server.close()
 
 
-@pytest.fixture
-def s3_proxy(s3_server):
-    """Return a proxy of faults in front of the S3 server."""
+@pytest.fixture(scope="session")
+def _s3_proxy(s3_server):
     from support.s3.fault_proxy import FaultProxy
 
     with FaultProxy(s3_server) as proxy:
         yield proxy
+
+
+@pytest.fixture
+def s3_proxy(_s3_proxy):
+    """Return a proxy of faults in front of the S3 server, which has seen no request yet."""
+    _s3_proxy.reset()
+    yield _s3_proxy
+    _s3_proxy.reset()
 
 
 @pytest.fixture

@@ -323,7 +323,7 @@ MUTATIONS = (
         "accel_runtime.storage.directory:_check_alone",
         set_value("others", "[]"),
         (
-            "tests/runtime/checkpoint/test_concurrency.py::test_a_save_skips_a_number_that_another_run_takes_concurrently",
+            "tests/runtime/storage/test_store_contract.py::test_of_two_processes_that_take_a_new_key_at_any_step_of_each_other_at_most_one_gets_it",
         ),
     ),
     Mutation(
@@ -376,7 +376,9 @@ MUTATIONS = (
         "manifest checksum",
         "accel_runtime.storage.manifest:Manifest.parse",
         force_condition("checksum", False),
-        ("tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",),
+        (
+            "tests/runtime/storage/test_store_contract.py::test_damage_to_any_file_is_named_and_changes_nothing",
+        ),
     ),
     Mutation(
         "gradient of a padded batch",
@@ -647,7 +649,7 @@ MUTATIONS = (
         "accel_runtime.extensions.object_stores.drafts:ObjectDraft.commit",
         replace_call("find_save", "None"),
         (
-            "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
+            "tests/extensions/object_stores/test_store_contract.py::test_a_save_with_a_fault_at_any_step_is_complete_or_absent",
         ),
     ),
     Mutation(

@@ -116,8 +116,8 @@ GUARANTEES = (
         "Safe checkpoints",
         "load_state verifies a checkpoint before it changes anything; a resumed run equals the uninterrupted run, bit for bit.",
         (
-            "tests/runtime/storage/test_manifest.py::test_a_changed_character_is_detected",
-            "tests/runtime/checkpoint/test_faults.py::test_damage_to_any_file_is_named_and_changes_nothing",
+            "tests/runtime/storage/test_manifest.py::test_a_changed_inserted_or_missing_character_is_detected",
+            "tests/runtime/storage/test_store_contract.py::test_damage_to_any_file_is_named_and_changes_nothing",
             "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
         ),
         "manifest checksum",
@@ -223,7 +223,7 @@ RUNTIME = (
         "Checkpoints in object stores",
         "A checkpoint in an object store is complete or absent, whichever call fails, and every byte that is loaded is verified.",
         (
-            "tests/runtime/storage/test_store_contract.py::test_a_save_with_a_failure_at_any_step_is_complete_or_absent",
+            "tests/extensions/object_stores/test_store_contract.py::test_a_save_with_a_fault_at_any_step_is_complete_or_absent",
             "tests/extensions/object_stores/test_object_store_kills.py::test_after_each_kill_every_checkpoint_verifies_and_the_newest_saved_one_is_there",
             "tests/runtime/checkpoint/test_remote_read.py::test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor",
         ),

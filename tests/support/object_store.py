@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
-import signal
 import threading
 import time
 import uuid
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+from support.runs.file_system import Fault
 
 from accel_runtime.extensions.object_stores.client import (
     ConditionError,
@@ -28,26 +27,11 @@ _SCHEME_END = ":@/"
 """Stands for `://` in paths, which have no empty names."""
 
 
-@dataclass(frozen=True)
-class Outage:
-    """Calls that fail.
-
-    Attributes:
-        call: Number of the first one, counted from 1; 0 is none.
-        how: "fails" before it has an effect; "answer lost": it has its effect and fails; "ends": the process is killed before it.
-        count: Number of calls that fail.
-    """
-
-    call: int = 0
-    how: str = "fails"
-    count: int = 1
-
-
 class Bucket(ObjectClient):
     """Objects by their keys. An object file has its ETag before its bytes."""
 
-    def __init__(self, folder, outage=None):
-        self._folder, self._outage = Path(folder), outage or Outage()
+    def __init__(self, folder, fault=None):
+        self._folder, self._fault = Path(folder), fault or Fault()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock, self._free = threading.Lock(), threading.Semaphore(4)
         self.calls = []
@@ -104,8 +88,8 @@ class Bucket(ObjectClient):
             with self._call("delete", key):
                 self._locate(key).unlink(missing_ok=True)
 
-    def before_call(self):
-        """Run before each call."""
+    def before_call(self, number):
+        """Run before each call, counted from 1."""
 
     def now(self):
         """Return the time of the service."""
@@ -159,17 +143,14 @@ class Bucket(ObjectClient):
     def _call(self, name, key):
         with self._lock:
             self.calls.append(name)
-            number, outage = len(self.calls), self._outage
-        self.before_call()
-        is_hit = 0 < outage.call <= number < outage.call + outage.count
-        if is_hit and outage.how == "ends":
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # another thread may be faster than the signal
-        if is_hit and outage.how == "fails":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), key)
+            number = len(self.calls)
+        self.before_call(number)
+        is_hit = self._fault.hits(number)
+        if is_hit and not self._fault.is_late:
+            self._fault.strike(key)
         yield
         if is_hit:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), key)
+            self._fault.strike(key)
 
 
 class _BufferedUpload(Upload):

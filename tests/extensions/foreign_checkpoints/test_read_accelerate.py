@@ -398,3 +398,10 @@ def test_an_array_with_too_few_bytes_for_its_shape_is_rejected(tmp_path):
     torch.save(WrongShape(), tmp_path / "x")
     with pytest.raises(CheckpointError, match=r"24 bytes for an array of shape \(1000000,\)"):
         read_pickle(tmp_path / "x")
+
+
+def test_an_expanded_tensor_is_refused(folder):
+    state = read_pickle(folder / "optimizer.bin")
+    state["state"][0]["exp_avg"] = torch.zeros(1).expand(1 << 40)
+    torch.save(state, folder / "optimizer.bin")
+    assert "its tensors need" in list_rejected(read_accelerate_checkpoint(folder, 0))["optimizer"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
-from support.object_store import Bucket, Outage
+from support.object_store import Bucket
+from support.runs.file_system import Fault
 
 from accel_runtime import Accelerator
 from accel_runtime.extensions.object_stores import remote
@@ -20,8 +23,8 @@ def bucket(tmp_path, monkeypatch):
     return use_bucket(monkeypatch, tmp_path)
 
 
-def use_bucket(monkeypatch, folder, outage=None):
-    bucket = Bucket(folder, outage)
+def use_bucket(monkeypatch, folder, fault=None):
+    bucket = Bucket(folder, fault)
     monkeypatch.setattr(remote, "share_client", lambda: bucket)
     return bucket
 
@@ -66,7 +69,7 @@ def test_an_export_that_fails_at_any_call_is_that_of_one_model_or_absent(tmp_pat
         folder = tmp_path / str(call)
         use_bucket(monkeypatch, folder)
         accelerator.save_model(build_model(1.0), URL, max_shard_size="4KB")
-        failing = use_bucket(monkeypatch, folder, Outage(call))
+        failing = use_bucket(monkeypatch, folder, Fault(call, errno.EIO))
         try:
             accelerator.save_model(build_model(2.0), URL, max_shard_size="4KB")
         except CheckpointError as error:

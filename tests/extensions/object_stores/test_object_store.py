@@ -12,49 +12,30 @@ import pytest
 import torch
 from support.pairs import pairwise_params
 from support.runs.recorded_runs import train_batch
-from support.s3.fault_proxy import Answer, BlackHole, Reset, Slow
+from support.s3.fault_proxy import Answer
+from support.s3.faults import LASTING, PASSING
 from support.s3.runs import connect, resume_and_train, start_run, train_and_save
 
 from accel_runtime.storage.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
 
-SERVER_ERROR = Answer(500, "InternalError", "We encountered an internal error. Please try again.")
-EXPIRED = Answer(400, "ExpiredToken", "The provided token has expired.")
-PASSING = {
-    "reset before": (Reset("before"), {"every": 5}),
-    "reset in uploads": (Reset("upload"), {"every": 3, "method": "PUT"}),
-    "answers lost": (Reset("after"), {"every": 4, "first": 2}),
-    "reset in downloads": (Reset("download"), {"every": 3, "method": "GET"}),
-    "503": (Answer(), {"every": 3}),
-    "500": (SERVER_ERROR, {"every": 4}),
-    "slow": (Slow(300_000), {"every": 3}),
-    "expired once": (EXPIRED, {"first": 5, "count": 1}),
-}
-"""Faults that pass, by the names of cases."""
-CASES = [
-    ("reset before", 2, 1, False, False),
-    ("reset in uploads", 2, 2, True, True),
-    ("answers lost", 1, 2, False, True),
-    ("reset in downloads", 2, 4, True, False),
-    ("503", 4, 2, True, True),
-    ("500", 1, 1, False, False),
-    ("slow", 2, 2, False, True),
-    ("expired once", 1, 2, False, False),
-]
-"""Each fault once: the fault, the number of ranks before and after, if models are sharded, and if saves are in the background."""
+CASES = [(1, 2, False, True), (2, 1, True, False), (2, 4, True, True), (4, 2, False, False)]
+"""The number of ranks before and after, if models are sharded, and if saves are in the background."""
+EVERY = 13
+"""With all faults at the same time, each has fewer requests than alone."""
 
 
 def build_cases():
     """Return the cases above, and as `full` those that have each pair of all values."""
     sizes, both = [1, 2, 4], [False, True]
-    factors = {"fault": list(PASSING), "before": sizes, "after": sizes, "sharded": both, "background": both}
+    factors = {"before": sizes, "after": sizes, "sharded": both, "background": both}
     pairs = [param.values for param in pairwise_params(factors) if not param.marks]
     return [
         pytest.param(
             case,
             id="-".join(map(str, case)),
-            marks=[pytest.mark.slow] * (4 in case[1:3]) + [pytest.mark.full] * (case not in CASES),
+            marks=[pytest.mark.slow] * (4 in case[:2]) + [pytest.mark.full] * (case not in CASES),
         )
         for case in dict.fromkeys([*CASES, *pairs])
     ]
@@ -85,35 +66,22 @@ def in_directory(clusters, tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", build_cases())
-def test_a_run_in_s3_equals_one_in_a_directory_with_each_fault_that_passes(
+def test_a_run_in_s3_equals_one_in_a_directory_with_all_faults_that_pass(
     clusters, s3_proxy, s3_url, in_directory, case
 ):
-    fault, before, after, sharded, in_background = case
+    before, after, sharded, in_background = case
     train, resume = in_directory
     expected_training, expected_rest = train(before, sharded), resume(before, after, sharded)
-    url = f"{s3_url}/saved"
-    kind, options = PASSING[fault]
-    s3_proxy.inject(kind, **options)
-    addresses = list_addresses(s3_proxy, 4)
+    url, addresses = f"{s3_url}/saved", list_addresses(s3_proxy, 4)
+    for first, (kind, options) in enumerate(PASSING.values(), 1):
+        s3_proxy.inject(kind, **{"first": first} | options | {"every": EVERY})
     assert (
         clusters[before].run(train_and_save, url, addresses, sharded, 2, in_background) == expected_training
     )
     faults = s3_proxy.count_faults()
-    assert faults or fault in {"reset in downloads", "expired once"}
+    assert faults > 3
     assert clusters[after].run(resume_and_train, url, addresses, sharded) == expected_rest
-    assert s3_proxy.count_faults() > faults or fault in {"reset in uploads", "expired once"}
-
-
-# Faults for good ---------------------------------------------------------------------------------
-
-LASTING = {
-    "no answer": (BlackHole(), "Check the network"),
-    "503": (Answer(), "Check the network"),
-    "expired": (EXPIRED, "Renew the credentials"),
-    "denied": (Answer(403, "AccessDenied", "Access Denied"), "Renew the credentials, or allow"),
-    "no bucket": (Answer(404, "NoSuchBucket", "The specified bucket does not exist"), "Create s3://"),
-}
-"""Faults that last, and the cure in the error."""
+    assert s3_proxy.count_faults() > faults
 
 
 def save_with_failure(url, addresses, failing_ranks, on_error, in_background):

@@ -11,16 +11,15 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError, HTTPClientError
-from support.s3.fault_proxy import Answer, BlackHole, FaultProxy, Hook, Reset, Slow
+from support.s3.fault_proxy import Answer, BlackHole, Hook, Reset, Slow
 from support.s3.server import ACCESS_KEY, REGION, SECRET_KEY, MotoServer
 
 WRITERS = 6
 
 
 @pytest.fixture
-def proxy(s3_server):
-    with FaultProxy(s3_server) as proxy:
-        yield proxy
+def proxy(s3_proxy):
+    return s3_proxy
 
 
 @pytest.fixture

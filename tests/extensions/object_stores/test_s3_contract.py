@@ -1,174 +1,96 @@
-"""Two writers in S3: at one key, in one project, and one that was slow. Their checkpoints are never mixed."""
+"""The contract of a store, for the store of objects and an S3 server: what depends on the service and its client."""
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 
 import pytest
-from support.runs.file_system import Run
+from runtime.storage.test_store_contract import (  # noqa: F401 - tests of the contract
+    NEW,
+    OLD,
+    read,
+    store,
+    test_a_draft_is_not_visible_before_the_commit_and_nothing_stays_of_a_discarded_one,
+    test_a_removed_checkpoint_is_absent_at_once_and_its_name_is_free,
+    test_an_open_checkpoint_is_read_to_its_end_while_it_is_replaced,
+    test_of_two_saves_to_one_key_that_overlap_one_is_complete_and_the_other_an_error,
+    test_other_processes_put_parts_and_files_of_hooks_into_a_draft_that_one_has_begun,
+    test_parts_are_read_as_they_were_put_in_any_range,
+    write,
+)
 from support.s3.fault_proxy import Hook
-from support.s3.runs import connect, open_objects, set_client
+from support.s3.faults import PASSING
+from support.s3.runs import open_objects
 
-from accel_runtime.storage.errors import AbsentError, CheckpointError
-from accel_runtime.storage.manifest import NAME, FileEntry, Manifest, hash_bytes
-from accel_runtime.storage.verification import verify_files
-
-pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
-
-OLD, NEW = {"a": b"old", "b": b"old" * 1000}, {"a": b"new", "b": b"new" * 1000}
+from accel_runtime.extensions.object_stores.store import ObjectStore
+from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.manifest import NAME
 
 
-def write(store, key, save, parts, *, new=False):
-    """Save parts under a key."""
-    draft = store.begin(key, save, new=new)
-    try:
-        for name, data in parts.items():
-            draft.put(name, [memoryview(data)], len(data))
-        files = {name: FileEntry(len(data), hash_bytes(data)) for name, data in parts.items()}
-        draft.commit(Manifest(save, "2026-11-27T15:00:00Z", 1, 1, {}, {}, files=files))
-    except BaseException:
-        draft.discard()
-        raise
-    finally:
-        draft.close()
+class S3Case:
+    """Stores of one client, behind a proxy; `FileCase` describes the functions."""
+
+    keeps_what_is_read = False
+
+    def __init__(self, client, server, url):
+        self._client, self._server, self._bucket = client, server, url.removeprefix("s3://").partition("/")[0]
+        self.parent = f"{url}/checkpoints"
+
+    def build(self):
+        return ObjectStore(self._client), None
+
+    def list_files(self):
+        prefix = self.parent.partition(f"{self._bucket}/")[2]
+        return sorted(key.removeprefix(f"{prefix}/") for key in self._server.list_sizes(self._bucket, prefix))
 
 
-def read(store, key):
-    """Return the parts of a checkpoint, all verified; None if there is none."""
-    try:
-        with store.open(key) as snapshot:
-            files, parts = snapshot.checkpoint.manifest.files, {}
-            for name, file in files.items():
-                buffer = bytearray(file.bytes)
-                snapshot.get_range(name, 0, memoryview(buffer))
-                parts[name] = bytes(buffer)
-            return parts
-    except AbsentError:
-        return None
+@pytest.fixture(params=["proxy", "server"])
+def case(request, s3_server, s3_proxy, s3_url):
+    """Return a driver behind the proxy, and one without it: the proxy removes the quotes of ETags."""
+    address = s3_proxy.address() if request.param == "proxy" else s3_server.address
+    with open_objects(address) as objects:
+        yield S3Case(objects.client, s3_server, s3_url)
 
 
-@pytest.fixture
-def writers(s3_proxy):
-    """Return a slow writer and a fast one, for which every unfinished save is an old one."""
+@pytest.mark.parametrize("fault", PASSING)
+def test_saves_and_reads_have_their_results_with_each_fault_that_passes(s3_proxy, s3_url, fault):
+    kind, options = PASSING[fault]
+    data = {name: bytes([number]) * 300_000 for number, name in enumerate("abc")}
+    with open_objects(s3_proxy.address()) as objects:
+        s3_proxy.inject(kind, **options)
+        for save in ("a1", "b2", "c3"):
+            write(objects, f"{s3_url}/mine", save, data)
+            assert read(objects, f"{s3_url}/mine") == (save, data)
+        assert objects.delete(f"{s3_url}/mine")
+        assert objects.list(s3_url) == []
+    assert s3_proxy.count_faults() > 0
+
+
+def test_a_range_is_read_once_and_no_other_byte(s3_proxy, s3_url):
+    with open_objects(s3_proxy.address()) as objects:
+        write(objects, f"{s3_url}/mine", "a1", {"large": bytes(9 << 20)})
+        with objects.open(f"{s3_url}/mine") as snapshot:
+            s3_proxy.forget()
+            for start, size in ((0, 10), (3 << 20, 5 << 20), (9 << 20, 1)):
+                snapshot.get_range("large", start, memoryview(bytearray(size)))
+    assert s3_proxy.bytes_read() == 10 + (5 << 20)
+
+
+def test_a_save_that_another_process_ends_within_its_commit_is_an_error(s3_proxy, s3_url):
+    """It saves to the same key, or takes the save for a crashed one, just before the request of the commit."""
     with ExitStack() as stack:
-        yield [
+        slow, fast = (
             stack.enter_context(open_objects(s3_proxy.address(name), leftover_age_s=-3600))
             for name in ("slow", "fast")
-        ]
-
-
-def test_of_two_writers_at_one_key_the_slower_one_gets_an_error(s3_proxy, s3_url, writers):
-    slow, fast = writers
-    key = f"{s3_url}/mine"
-    write(slow, key, "a1", OLD)
-    commit = {"method": "PUT", "key": f"/{NAME}$", "client": "slow", "count": 1}
-    s3_proxy.inject(Hook(lambda _: write(fast, key, "b2", NEW)), **commit)
-    with pytest.raises(CheckpointError, match="another process has saved it meanwhile"):
-        write(slow, key, "c3", OLD)
-    assert read(slow, key) == NEW
-
-
-@pytest.mark.parametrize("new", [True, False], ids=["a new key", "a chosen key"])
-@pytest.mark.parametrize("when", ["parts", "commit"])
-def test_a_save_that_was_taken_for_a_crashed_one_is_complete_or_an_error(
-    s3_proxy, s3_url, writers, new, when
-):
-    """Another process removes the parts of a slow save, between two parts or just before its commit."""
-    slow, fast = writers
-    key = f"{s3_url}/checkpoint_3"
-
-    def clean(_request):
-        if new:
-            fast.remove_leftovers(s3_url, 4)
-        else:
-            fast.begin(key, "b2").discard()
-
-    # The first write of the manifest reserves the key.
-    pattern, first = (f"/{NAME}$", 2) if when == "commit" else ("/b$", 1)
-    s3_proxy.inject(Hook(clean), method="PUT", key=pattern, client="slow", first=first, count=1)
-    with pytest.raises(CheckpointError, match="another process"):
-        write(slow, key, "a1", OLD, new=new)
-    assert read(slow, key) is None
-    write(slow, key, "c3", NEW, new=new)
-    assert read(slow, key) == NEW
-
-
-def test_a_name_is_replaced_without_the_proxy_which_removes_the_quotes_of_etags(s3_server, s3_url):
-    key = f"{s3_url}/mine"
-    with open_objects(s3_server.address) as store:
-        write(store, key, "a1", OLD)
-        draft = store.begin(key, "b2")
-        write(store, key, "c3", NEW)
-        with pytest.raises(CheckpointError, match="another process has saved it meanwhile"):
-            draft.commit(Manifest("b2", "2026-11-27T15:00:00Z", 1, 1, {}, {}, files={}))
-        draft.discard()
-        draft.close()
-        assert read(store, key) == NEW
-
-
-# Runs ------------------------------------------------------------------------------------------
-
-
-def save_steps(url, addresses, first, automatic):
-    """Save five steps; return the paths of those that were saved, and the errors."""
-    with set_client(addresses[0]):
-        run = Run(url, automatic=automatic)
-    paths, errors = [], []
-    with connect(run.acc, addresses):
-        for step in range(first, first + 5):
-            run.set_step(step)
-            try:
-                paths.append((run.acc.save_state(None if automatic else f"{url}/mine"), step))
-            except CheckpointError as error:
-                errors.append(str(error))
-    return paths, errors
-
-
-def load_steps(url, addresses, paths):
-    """Return the steps of checkpoints, each of which has the state of one step."""
-    with set_client(addresses[0]):
-        run = Run(url)
-    with connect(run.acc, addresses):
-        return [run.load(path) for path in paths]
-
-
-def save_in_two_runs(clusters, url, addresses, *, automatic):
-    """Save in a run of one rank and in one of two ranks at the same time; return what each has saved, and the errors."""
-    results = {}
-
-    def save(size):
-        results[size] = clusters[size].run(save_steps, url, addresses, 100 * size, automatic)[0]
-
-    thread = threading.Thread(target=save, args=(2,))
-    thread.start()
-    save(1)
-    thread.join()
-    return {size: paths for size, (paths, _) in results.items()}, [
-        error for _, errors in results.values() for error in errors
-    ]
-
-
-@pytest.mark.slow
-def test_two_runs_in_one_project_get_numbers_of_their_own(clusters, s3_proxy, s3_url):
-    addresses = [s3_proxy.address()]
-    saved, errors = save_in_two_runs(clusters, s3_url, addresses, automatic=True)
-    assert errors == []
-    paths = [path for each in saved.values() for path, _ in each]
-    assert sorted(int(path.rpartition("_")[2]) for path in paths) == list(range(10))
-    for size, each in saved.items():
-        steps = [step for _, step in each]
-        assert clusters[size].run(load_steps, s3_url, addresses, [path for path, _ in each]) == [steps] * size
-
-
-def test_two_runs_that_save_to_one_key_leave_the_checkpoint_of_one(clusters, s3_proxy, s3_server, s3_url):
-    addresses = [s3_proxy.address()]
-    saved, errors = save_in_two_runs(clusters, s3_url, addresses, automatic=False)
-    assert all("another process has saved it meanwhile" in error for error in errors)
-    steps = [step for each in saved.values() for _, step in each]
-    assert len(steps) + len(errors) == 10
-    with open_objects(s3_server.address) as store:
-        step = verify_files(store, lambda: f"{s3_url}/mine").manifest.step
-    assert step in steps
-    size = step // 100
-    assert clusters[size].run(load_steps, s3_url, addresses, [f"{s3_url}/mine"]) == [[step]] * size
+        )
+        for name, act, expected in (
+            ("saved", lambda key: write(fast, key, "b2", NEW), ("b2", NEW)),
+            ("removed", lambda key: fast.begin(key, "b2").discard(), ("a1", OLD)),
+        ):
+            key = f"{s3_url}/{name}"
+            write(slow, key, "a1", OLD)
+            commit = {"method": "PUT", "key": f"{name}/{NAME}$", "client": "slow", "count": 1}
+            s3_proxy.inject(Hook(lambda _, act=act, key=key: act(key)), **commit)
+            with pytest.raises(CheckpointError, match="another process"):
+                write(slow, key, "c3", NEW)
+            assert read(slow, key) == expected

@@ -1,22 +1,22 @@
-"""Checkpoints that are rejected: damaged tensors, invalid manifests and newer versions; which one is loaded instead.
+"""Checkpoints that are rejected: damaged tensors and newer versions, on all ranks or within a load; which one is loaded instead.
 
-Damage to the bytes of files is in test_faults.py.
+Damage to the bytes of files is in the contract of stores.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from runtime.storage.test_store_contract import FileCase, check_damage
 from support.runs.file_system import Run, flip_bit, rewrite_manifest
 
-from accel_runtime.export.objects import read_pickle
+from accel_runtime.checkpoint import load
 from accel_runtime.storage.directory import read_checkpoint
 from accel_runtime.storage.errors import CheckpointError
-from accel_runtime.storage.manifest import NAME, Manifest
+from accel_runtime.storage.manifest import NAME
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +63,6 @@ def test_a_flipped_bit_in_a_tensor_names_the_tensor(run, newest):
         flip_bit(newest / chunk.file, 8 * chunk.start + 3)
 
 
-def test_a_pipe_in_place_of_a_pickle_is_rejected_without_blocking(tmp_path):
-    os.mkfifo(tmp_path / "optimizer.bin")
-    with pytest.raises(CheckpointError, match=r"optimizer.bin is not a regular file"):
-        read_pickle(tmp_path / "optimizer.bin")
-
-
-def test_tensors_with_the_manifest_of_another_step_are_rejected(run, newest):
-    shutil.copy(newest.parent / "checkpoint_0" / NAME, newest / NAME)
-    message = run.fail_to_load(newest)
-    assert "the file is of another save" in message
-
-
 def test_load_state_without_a_path_loads_the_newest_complete_checkpoint_and_logs_the_damaged_one(
     run, newest, caplog
 ):
@@ -90,34 +78,6 @@ def test_load_state_names_every_damaged_checkpoint_if_none_is_complete(run, newe
     message = run.fail_to_load()
     assert str(newest) in message
     assert str(newest.parent / "checkpoint_0" / "model.safetensors") in message
-
-
-def test_verify_names_damaged_files(run, newest):
-    assert run.acc.checkpoints.verify().path == newest
-    for name in ("model.safetensors", "note.txt", NAME):
-        for bit in (8 * 3, 8 * 5 + 1):
-            flip_bit(newest / name, bit)
-            with pytest.raises(CheckpointError) as raised:
-                run.acc.checkpoints.verify(newest)
-            assert str(newest / name) in str(raised.value)
-            flip_bit(newest / name, bit)
-    assert run.acc.checkpoints.verify(newest).manifest.step == 4
-
-
-def test_a_manifest_with_values_of_wrong_types_is_rejected(run, newest):
-    manifest = json.loads((newest / NAME).read_text())["checkpoint"]
-    original = (newest / NAME).read_bytes()
-    for key in manifest:
-        for value in (None, 7.5, "text", [1], -1, True) if isinstance(manifest[key], dict) else ():
-            rewrite_manifest(newest, lambda body, key=key, value=value: body.update({key: value}))
-            assert str(newest) in run.fail_to_load(newest), (key, value)
-        if key not in {"class_names", "run", "origin", "ranks"}:  # these may be empty
-            rewrite_manifest(newest, lambda body, key=key: body.pop(key))
-            assert str(newest) in run.fail_to_load(newest), key
-        (newest / NAME).write_bytes(original)
-    for text in ("", "null", "[]", "{}", '{"checksum":1}', "x" * 100, "\0" * 50):
-        (newest / NAME).write_text(text)
-        assert f"{newest / NAME} is damaged" in run.fail_to_load(newest)
 
 
 def test_unknown_manifest_fields_of_a_newer_version_are_ignored(run, newest):
@@ -147,19 +107,6 @@ def test_a_newer_version_is_rejected_with_the_version_of_accel_that_wrote_it(run
     assert expected in run.fail_to_load(newest)
 
 
-def test_load_hooks_are_not_called_for_a_damaged_checkpoint(run, newest):
-    called = []
-    run.acc.register_load_state_pre_hook(
-        lambda *args: called.append((Path(args[1]) / "note.txt").read_text())
-    )
-    flip_bit(newest / "note.txt", 5)
-    run.fail_to_load(newest)
-    assert called == []
-    flip_bit(newest / "note.txt", 5)
-    run.acc.load_state(newest)
-    assert called == ["a note of the hook"]
-
-
 def test_damage_is_raised_on_both_ranks_and_changes_nothing(pair, memory):
     def load(folder):
         run = Run(folder)
@@ -178,8 +125,58 @@ def test_damage_is_raised_on_both_ranks_and_changes_nothing(pair, memory):
     assert all(file in message for file in files)
 
 
-def test_the_checksum_of_a_manifest_covers_its_text(newest):
-    text = (newest / NAME).read_text()
-    assert Manifest.parse(text, newest).text() == text
-    with pytest.raises(CheckpointError, match="is damaged"):
-        Manifest.parse(text.replace('"step":', '"step": '), newest)
+class SpecialFiles(FileCase):
+    """A directory in which a pipe, which would block its reader, or a directory takes the place of a file."""
+
+    def write_file(self, key, name, data):
+        path = Path(key, name)
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        data(path) if callable(data) else path.write_bytes(data)
+
+
+def test_a_pipe_or_a_directory_in_place_of_a_file_is_named_and_changes_nothing(memory):
+    check_damage(
+        SpecialFiles(memory), {"a pipe": lambda *_: os.mkfifo, "a directory": lambda *_: Path.mkdir}, 0
+    )
+
+
+@pytest.mark.full
+def test_every_third_bit_of_small_files_and_headers_is_verified(run, newest):
+    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
+        for bit in range(0, 8 * min(file.stat().st_size, 400), 3):
+            flip_bit(file, bit)
+            assert str(file) in run.fail_to_load(newest)
+            flip_bit(file, bit)
+
+
+def test_removal_of_the_only_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
+    run = Run(memory)
+    run.set_step(1)
+    path = Path(run.acc.save_state())
+    run.set_step(5)
+
+    def remove_then_verify(snapshot, chunks, was=load.find_damage):
+        shutil.rmtree(path)
+        return was(snapshot, chunks)
+
+    monkeypatch.setattr(load, "find_damage", remove_then_verify)
+    with pytest.raises(CheckpointError, match="No complete checkpoint in"):
+        run.acc.load_state()
+    assert run.step() == 5
+
+
+def test_a_read_error_after_verification_reports_an_inconsistent_state(memory, monkeypatch):
+    run = Run(memory)
+    run.set_step(1)
+    path = Path(run.acc.save_state())
+    run.set_step(5)
+
+    def verify_then_truncate(snapshot, chunks, was=load.find_damage):
+        damage = was(snapshot, chunks)
+        os.truncate(path / "optimizer.safetensors", 100)
+        return damage
+
+    monkeypatch.setattr(load, "find_damage", verify_then_truncate)
+    with pytest.raises(CheckpointError, match="training state is now inconsistent") as raised:
+        run.acc.load_state()
+    assert "optimizer.safetensors" in str(raised.value)

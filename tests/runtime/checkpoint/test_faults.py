@@ -2,7 +2,6 @@
 
 `Saves.check` states it. A fault is a call of the file system that fails, once or from then on, a process that is killed before
 a call or at any time, or missing space. The tensors of a run all contain the number of their step, so a mixture is noticed.
-After damage to any file of a checkpoint, loading names the file and the previous checkpoint, and changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import random
 import shutil
 import signal
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,15 +22,13 @@ from hypothesis import strategies as st
 from support.processes import fork, wait_for_exit
 from support.runs.file_system import (
     ERRORS,
+    FOREVER,
     Fault,
     FaultyFileSystem,
     RecordingFileSystem,
     Run,
     assert_has_form,
-    flip_bit,
 )
-
-from accel_runtime.storage.manifest import NAME
 
 
 @dataclass(frozen=True)
@@ -148,12 +145,12 @@ def save_and_check(kind, folder, fault, rank, files):
         assert (os.strerror(fault.error) if fault.error else "Not enough space") in error, context
         # With a fault on each rank, that of this rank may be in the removal of what the other could not write.
         is_in_removal = rank is None and "rank 1: " in error and "rank 0: " not in error
-        if not (fault.forever or is_in_removal):
+        if not (fault.count == FOREVER or is_in_removal):
             assert list_leftovers(folder) == [], context
             assert read_user_files(kind, folder) == files, context
     run.acc.wait_for_everyone()
     # A complete checkpoint that could not be removed is valid.
-    steps = {kind.before, STEP} if error and fault.forever else {kind.before} if error else {STEP}
+    steps = {kind.before, STEP} if error and fault.count == FOREVER else {kind.before} if error else {STEP}
     check_next_save(kind, folder, run, steps, files)
     return error, run.gather(calls)
 
@@ -282,7 +279,7 @@ def faults(draw, calls):
     name = draw(st.sampled_from(sorted(set(calls))))
     call = draw(st.sampled_from([number for number, each in enumerate(calls, 1) if each == name]))
     error = draw(st.sampled_from([*ERRORS, None, None]))
-    return Fault(call, error, forever=error is not None and draw(st.booleans()))
+    return Fault(call, error, draw(st.sampled_from([1, FOREVER])))
 
 
 def few(count, **options):
@@ -318,17 +315,9 @@ def test_a_publication_that_is_interrupted_is_complete_or_absent(one, name, erro
         one.check(name, Fault(number + 1, error))
 
 
-@pytest.mark.slow
-@given(data=st.data())
-@few(3, phases=UNSHRUNK)
-def test_a_save_with_a_fault_on_one_of_two_ranks_is_complete_or_absent(two, data):
-    name, rank = data.draw(st.sampled_from(list(KINDS))), data.draw(st.sampled_from([0, 1]))
-    two.check(name, data.draw(faults(two.list_calls(name)[rank])), rank)
-
-
 def test_the_first_error_is_reported_if_later_calls_fail_too(one):
     first_close = one.list_calls("the second")[0].index("close") + 1
-    assert one.check("the second", Fault(first_close, errno.EIO, forever=True))
+    assert one.check("the second", Fault(first_close, errno.EIO, FOREVER))
 
 
 @pytest.mark.slow
@@ -348,70 +337,64 @@ def test_a_save_with_one_of_many_faults_on_two_ranks_is_complete_or_absent(two, 
     two.check(name, data.draw(faults(two.list_calls(name)[rank or 0])), rank)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
-@pytest.mark.parametrize("name", KINDS)
-def test_every_failed_call_leaves_a_complete_checkpoint(one, name, forever):
-    calls = range(1, 1 + len(one.list_calls(name)[0]))
-    assert sum(one.check(name, Fault(call, ERRORS[call % 4], forever)) for call in calls) > 40
+FAILS, KILLED = Fault(error=errno.EIO), Fault()
+EXHAUSTIVE = {
+    "a call fails": (1, [0], [replace(FAILS, error=error) for error in ERRORS], ["one is kept"]),
+    "calls fail from then on": (1, [0], [replace(FAILS, count=FOREVER)], KINDS),
+    "a call fails in each kind": (1, [0], [FAILS], KINDS),
+    "a call fails on one of two ranks": (2, [0, 1], [FAILS], KINDS),
+    "is killed": (1, [0], [KILLED], KINDS),
+    "one or both of two ranks are killed": (
+        2,
+        [0, 1, None],
+        [KILLED],
+        ["one is kept", "the same directory", "the same directory, in the background"],
+    ),
+}
+"""World sizes, ranks that have the fault (None: all), faults, and kinds of saves."""
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-def test_every_error_of_every_call_leaves_a_complete_checkpoint(one, error):
-    calls = range(1, 1 + len(one.list_calls("one is kept")[0]))
-    assert sum(one.check("one is kept", Fault(call, error)) for call in calls) > 40
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("name", KINDS)
-def test_every_failed_call_on_either_of_two_ranks_leaves_a_complete_checkpoint(two, name, rank):
-    calls = range(1, 1 + len(two.list_calls(name)[rank]))
-    assert sum(two.check(name, Fault(call, ERRORS[call % 4]), rank) for call in calls) > 5
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", KINDS)
-def test_a_process_killed_before_every_call_leaves_a_complete_checkpoint(one, name):
-    calls = range(1, 1 + len(one.list_calls(name)[0]))
-    assert sum(one.check(name, Fault(call)) for call in calls) == len(calls)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("rank", [0, 1, None], ids=["rank 0", "rank 1", "all ranks"])
 @pytest.mark.parametrize(
-    "name", ["one is kept", "the same directory", "the same directory, in the background"]
+    "case",
+    [
+        pytest.param((size, name, rank, fault), id=f"{title}-{name}-{rank}-{fault.error}")
+        for title, (size, ranks, faults, names) in EXHAUSTIVE.items()
+        for name, rank, fault in itertools.product(names, ranks, faults)
+    ],
 )
-def test_killing_any_or_all_of_two_ranks_leaves_a_complete_checkpoint(two, name, rank):
-    calls = range(1, 1 + len(two.list_calls(name)[rank or 0]), 3)
-    assert sum(two.check(name, Fault(call), rank) for call in calls) == len(calls)
+def test_a_save_with_a_fault_at_every_call_is_complete_or_absent(one, two, case):
+    size, name, rank, fault = case
+    saves = [one, two][size - 1]
+    calls = range(1, 1 + len(saves.list_calls(name)[rank or 0]), 3 if size == 2 and not fault.error else 1)
+    count = sum(saves.check(name, replace(fault, call=call), rank) for call in calls)
+    assert count > (5 if size == 2 else 40) if fault.error else count == len(calls)
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "kills"),
+    [
+        pytest.param(1, "one is kept", 8, marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (1, "one is kept", 50),
+                (1, "the same directory, in the background", 50),
+                (1, "the same directory, by two renames", 40),
+                (1, "one is kept, in the background", 30),
+                (2, "the same directory, in the background", 20),
+                (2, "one is kept", 20),
+            )
+        ),
+    ],
+)
+def test_runs_killed_at_random_times_continue_from_their_saves(one, two, size, name, kills):
+    assert [one, two][size - 1].kill_at_random(name, kills, seed=5)[-1] >= kills
 
 
 @pytest.mark.parametrize("name", ["two are kept", "the same directory, in the background"])
 def test_missing_space_is_reported_before_anything_is_written(one, name):
     assert one.check(name, Fault(free_bytes=100))
-
-
-@pytest.mark.slow
-def test_runs_killed_at_random_times_continue_from_their_saves(one):
-    assert one.kill_at_random("one is kept", kills=8, seed=5)[-1] >= 8
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "name", "kills"),
-    [
-        (1, "one is kept", 50),
-        (1, "the same directory, in the background", 50),
-        (1, "the same directory, by two renames", 40),
-        (1, "one is kept, in the background", 30),
-        (2, "the same directory, in the background", 20),
-        (2, "one is kept", 20),
-    ],
-)
-def test_many_runs_killed_at_random_times_continue_from_their_saves(one, two, size, name, kills):
-    assert [one, two][size - 1].kill_at_random(name, kills, seed=5)[-1] >= kills
 
 
 def test_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monkeypatch):
@@ -426,74 +409,3 @@ def test_a_save_writes_next_to_its_target_and_not_to_tmpdir(memory, monkeypatch)
     assert wait_for_exit(fork(save_and_be_killed)) == -signal.SIGKILL
     assert not list(elsewhere.iterdir())
     assert list(memory.glob(".mine.saving-*"))
-
-
-# Damage to a checkpoint ----------------------------------------------------------------------
-
-
-DAMAGES = {
-    "a flipped bit": lambda file, number: flip_bit(file, number % (8 * file.stat().st_size)),
-    "a flipped bit at the end": lambda file, number: flip_bit(file, -1 - number % 32),
-    "a truncated file": lambda file, number: os.truncate(file, number % file.stat().st_size),
-    "a longer file": lambda file, number: file.write_bytes(file.read_bytes() + bytes(1 + number % 9)),
-    "a missing file": lambda file, _: file.unlink(),
-    "a directory": lambda file, _: (file.unlink(), file.mkdir()),
-    "a pipe": lambda file, _: (file.unlink(), os.mkfifo(file)),
-    "the file of another checkpoint": lambda file, _: shutil.copy(
-        str(file).replace("checkpoint_1", "checkpoint_0"), file
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def saved(module_memory):
-    """Return a run with checkpoints of steps 3 and 4 that have a file of a hook."""
-    run = Run(module_memory / "saved")
-    run.acc.register_save_state_pre_hook(write_note)
-    assert run.save(3) is run.save(4) is None
-    return run
-
-
-def check_damage(run, damage, number):
-    """Damage each file of the newest checkpoint in turn: the error names it, nothing changes, and the file can be restored."""
-    run.set_step(9)
-    newest = run.acc.checkpoints.newest().path
-    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
-        original = file.read_bytes()
-        try:
-            DAMAGES[damage](file, number)
-            if file.is_file() and file.read_bytes() == original:
-                continue  # both checkpoints have the same file of the hook
-            message = run.fail_to_load(newest)
-        finally:
-            file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
-            file.write_bytes(original)
-        assert (str(newest) if file.name == NAME else str(file)) in message, message
-        assert f"The checkpoint before it is {newest.with_name('checkpoint_0')}, of step 3." in message
-    assert run.step() == 9
-    assert run.load(newest) == 4
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@given(number=st.integers(0, 2**32))
-@few(2)
-def test_damage_to_any_file_is_named_and_changes_nothing(saved, damage, number):
-    check_damage(saved, damage, number)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("damage", ["a flipped bit", "a flipped bit at the end", "a truncated file"])
-@given(number=st.integers(0, 2**32))
-@few(400)
-def test_much_damage_to_any_file_is_named_and_changes_nothing(saved, damage, number):
-    check_damage(saved, damage, number)
-
-
-@pytest.mark.full
-def test_every_third_bit_of_small_files_and_headers_is_verified(saved):
-    newest = saved.acc.checkpoints.newest().path
-    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
-        for bit in range(0, 8 * min(file.stat().st_size, 400), 3):
-            flip_bit(file, bit)
-            assert str(file) in saved.fail_to_load(newest)
-            flip_bit(file, bit)

@@ -1,25 +1,20 @@
-"""Loads over a network: each rank reads what it needs, once, and nothing changes before it is verified."""
+"""Reads over a network: each byte that is needed once, and verified."""
 
 from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.object_store import PIECE_BYTES, Bucket
-from support.runs.file_system import Run
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from accel_runtime.checkpoint import load
 from accel_runtime.checkpoint.load import TensorRead, read_tensors
-from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage import manifest, tensor_file
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import Checkpoint, Chunk
@@ -146,93 +141,3 @@ def test_a_changed_byte_that_is_read_is_an_error_that_names_file_and_tensor(case
             read_tensors(MemorySnapshot({"f": bytes(changed)}), reads)
         with pytest.raises(CheckpointError, match="truncated"):
             read_tensors(MemorySnapshot({"f": data[:at]}), reads)
-
-
-class CountingBucket(Bucket):
-    """Counts the bytes that are read of each object, and calls a function at the first read."""
-
-    def __init__(self, folder):
-        super().__init__(folder)
-        self.bytes, self.at_first_read = {}, None
-
-    def read_ranges(self, requests):
-        if self.at_first_read is not None:
-            call, self.at_first_read = self.at_first_read, None
-            call()
-        for request in requests:
-            self.bytes[request.key] = self.bytes.get(request.key, 0) + len(request.buffer)
-        super().read_ranges(requests)
-
-
-@pytest.fixture
-def run(memory):
-    """Return a run with two checkpoints in a bucket, and the bucket."""
-    run, bucket = Run(Path("/runs/1")), CountingBucket(memory)
-    run.acc._checkpoints._store = ObjectStore(bucket, piece_bytes=PIECE_BYTES)
-    for step in (1, 2):
-        run.set_step(step)
-        run.acc.save_state()
-    run.set_step(5)
-    return run, bucket
-
-
-def find_part(bucket, number, name):
-    """Return the key of a part of a checkpoint."""
-    (key,) = (
-        each.key
-        for each in bucket.list(f"/runs/1/checkpoints/checkpoint_{number}/parts/")
-        if each.key.endswith(name)
-    )
-    return key
-
-
-def damage(bucket, number, name="model.safetensors"):
-    key = find_part(bucket, number, name)
-    data = bytearray(bucket.get(key)[0])
-    data[-1] ^= 1
-    bucket.put(key, bytes(data))
-
-
-def test_a_load_reads_each_tensor_once(run):
-    run, bucket = run
-    run.acc.load_state()
-    assert run.step() == 2
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        key = find_part(bucket, 1, name)
-        size = next(each.size for each in bucket.list(f"{key.rpartition('/')[0]}/") if each.key == key)
-        assert 0 < bucket.bytes[key] < size  # without the header
-    assert not Path("/runs").exists()
-
-
-def test_damage_is_found_before_anything_changes_and_the_previous_checkpoint_is_named(run):
-    run, bucket = run
-    damage(bucket, 1)
-    before = run.copy_state()
-    with pytest.raises(CheckpointError) as raised:
-        run.acc.load_state()
-    assert "model.safetensors is damaged: model/" in str(raised.value)
-    assert (
-        "Nothing was loaded. The checkpoint before it is /runs/1/checkpoints/checkpoint_0, of step 1."
-        in str(raised.value)
-    )
-    assert all(map(torch.equal, run.copy_state()[:-1], before[:-1]))
-    run.acc.load_state("/runs/1/checkpoints/checkpoint_0")
-    assert run.step() == 1
-
-
-def test_without_memory_for_a_copy_damage_is_reported_as_a_partial_load(run, monkeypatch):
-    run, bucket = run
-    monkeypatch.setattr(load, "read_available_memory", lambda: 10)
-    run.acc.load_state()
-    assert run.step() == 2
-    damage(bucket, 1)
-    with pytest.raises(CheckpointError, match="training state is now inconsistent"):
-        run.acc.load_state()
-
-
-def test_a_checkpoint_that_is_removed_while_it_is_read_makes_the_load_start_again(run):
-    run, bucket = run
-    store = run.acc._checkpoints._store
-    bucket.at_first_read = partial(store.delete, "/runs/1/checkpoints/checkpoint_1")
-    assert run.acc.load_state().manifest.step == 1
-    assert run.step() == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from support.runs.file_system import Fault, FaultyFileSystem, RecordingFileSystem
+from support.runs.file_system import FOREVER, Fault, FaultyFileSystem, RecordingFileSystem
 
 from accel_runtime.storage import directory
 from accel_runtime.storage.errors import CheckpointError
@@ -40,12 +40,6 @@ def find(path):
 
 def list_names(path):
     return sorted(entry.name for entry in path.iterdir())
-
-
-def test_a_saved_checkpoint_is_found(tmp_path):
-    save_checkpoint(tmp_path / "deep" / "mine", "a1")
-    assert find(tmp_path / "deep" / "mine").manifest.save == "a1"
-    assert list_names(tmp_path / "deep") == ["mine"]
 
 
 def test_files_and_links_that_others_have_added_are_listed(tmp_path):
@@ -92,14 +86,6 @@ def test_a_complete_checkpoint_that_a_crash_left_unrenamed_is_found_and_renamed_
     assert list_names(tmp_path) == ["checkpoint_4"]
 
 
-def test_a_scratch_directory_marked_unfinished_is_removed(tmp_path):
-    leftover = write_checkpoint(tmp_path / ".checkpoint_4.saving-a1", "a1")
-    (leftover / ".unfinished").touch()
-    assert list_numbered(FileStore(), str(tmp_path))[0] == []
-    directory.remove_leftovers(tmp_path, 6, FileSystem())
-    assert list_names(tmp_path) == []
-
-
 def test_after_a_crash_during_a_replacement_the_new_checkpoint_is_used(tmp_path):
     write_checkpoint(tmp_path / ".mine.replaced-b2", "a1", saved_at="2026-11-21T15:00:00Z")
     write_checkpoint(
@@ -124,36 +110,12 @@ def test_leftovers_of_an_interrupted_removal_are_removed(tmp_path):
     assert list_names(tmp_path / "checkpoint_7") == [NAME, "data"]
 
 
-def test_a_scratch_directory_of_a_running_process_is_kept(tmp_path):
-    disk = FileSystem()
-    scratch, lock = directory.create_scratch(tmp_path / "checkpoint_1", "a1", disk)
-    directory.remove_leftovers(tmp_path, 9, FileSystem())
-    assert scratch.is_dir()
-    with pytest.raises(CheckpointError, match="is being written by another process"):
-        directory.create_scratch(tmp_path / "checkpoint_1", "b2", FileSystem())
-    disk.unlock(lock)
-    directory.remove_leftovers(tmp_path, 9, FileSystem())
-    assert not scratch.exists()
-
-
-def test_a_checkpoint_locked_by_readers_is_not_removed(tmp_path):
-    save_checkpoint(tmp_path / "mine", "a1")
-    disk = FileSystem()
-    readers = [disk.lock(tmp_path / "mine", shared=True) for _ in range(2)]
-    assert not directory.remove_checkpoint(tmp_path / "mine", disk)
-    for reader in readers:
-        assert reader is not None
-        disk.unlock(reader)
-    assert directory.remove_checkpoint(tmp_path / "mine", disk)
-    assert list_names(tmp_path) == []
-
-
 def test_the_old_checkpoint_is_kept_if_a_replacement_cannot_be_undone(tmp_path):
     target, recorder = tmp_path / "mine", RecordingFileSystem()
     save_checkpoint(target, "a0")
     save_checkpoint(target, "a1", recorder)
     # After the exchange, directories can be neither synced nor exchanged back.
-    disk = FaultyFileSystem(Fault(recorder.calls.index("exchange") + 2, errno.EIO, forever=True))
+    disk = FaultyFileSystem(Fault(recorder.calls.index("exchange") + 2, errno.EIO, FOREVER))
     scratch, lock = directory.create_scratch(target, "b2", disk)
     write_checkpoint(scratch, "b2")
     with pytest.raises(OSError, match="Input/output error"):

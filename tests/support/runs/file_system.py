@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import signal
@@ -243,16 +244,36 @@ class RecordingFileSystem(FileSystem):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of a file system: a call that fails, the end of the process, or a wrong number of free bytes."""
+    """A fault of a store: calls that fail, the end of the process, or a wrong number of free bytes.
+
+    Of a file system calls are those of `RecordingFileSystem`, of an object store those of its client (`support.object_store`).
+    """
 
     call: int = 0
-    """The number of the call, counted from 1; 0 is none. A write has written half of its data."""
+    """The number of the first call, counted from 1; 0 is none. A write to a file has written half of its data."""
     error: int | None = None
     """The `errno` of the call; None kills the process before the call."""
-    forever: bool = False
-    """Whether all later calls fail too."""
+    count: float = 1
+    """The number of calls that fail."""
+    is_late: bool = False
+    """Whether a call has its effect before it fails: the answer is lost. Files have no such call."""
     free_bytes: int | None = None
     """The free space that the file system reports; None is the real one."""
+
+    def hits(self, number):
+        """Return whether a call has the fault."""
+        return 0 < self.call <= number < self.call + self.count
+
+    def strike(self, path=None):
+        """End the process, or raise the error with the path."""
+        if self.error is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # another thread may be faster than the signal
+        raise OSError(self.error, os.strerror(self.error), path and str(path))
+
+
+FOREVER = math.inf
+"""Number of calls of a fault that lasts."""
 
 
 class FaultyFileSystem(RecordingFileSystem):
@@ -268,13 +289,8 @@ class FaultyFileSystem(RecordingFileSystem):
         self._fault = fault
 
     def before_call(self, number, path):
-        fault = self._fault
-        if number != fault.call and not (fault.forever and number > fault.call > 0):
-            return
-        if fault.error is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # another thread may be faster than the signal
-        raise OSError(fault.error, os.strerror(fault.error), path and str(path))
+        if self._fault.hits(number):
+            self._fault.strike(path)
 
     def free_space(self, folder):
         free = super().free_space(folder)

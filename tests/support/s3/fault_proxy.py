@@ -207,6 +207,9 @@ class FaultProxy:
     async def _close(self):
         for server in self._servers:
             server.close()
+        await self._end_connections()
+
+    async def _end_connections(self):
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -252,6 +255,12 @@ class FaultProxy:
         """Remove all faults; connections that are delayed or are not answered stay so."""
         with self._lock:
             self._rules.clear()
+
+    def reset(self):
+        """Remove all faults and counted requests, and close all connections; addresses stay."""
+        self.clear()
+        asyncio.run_coroutine_threadsafe(self._end_connections(), self._loop).result()
+        self.forget()
 
     @contextmanager
     def faults(self, fault, **options):

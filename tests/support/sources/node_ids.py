@@ -30,7 +30,11 @@ def find_problem(test: str, *, with_extensions: bool = False) -> str | None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
     ]
     if name:
-        functions = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+        functions = [
+            node
+            for node in (*body, *_list_contract(body))
+            if isinstance(node, ast.FunctionDef) and node.name == name
+        ]
         if not functions:
             return "function not found"
         marks += functions[0].decorator_list
@@ -40,6 +44,16 @@ def find_problem(test: str, *, with_extensions: bool = False) -> str | None:
     if is_of_core or with_extensions or any("smoke" in _list_marks(mark) for mark in marks):
         return None
     return "not marked smoke"
+
+
+def _list_contract(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the definitions of a contract that a file runs too, all of whose tests it imports."""
+    files = [
+        ROOT / "tests" / f"{node.module.replace('.', '/')}.py"
+        for node in body
+        if isinstance(node, ast.ImportFrom) and node.module and [each.name for each in node.names] == ["*"]
+    ]
+    return [node for file in files for node in _parse(file).body]
 
 
 @cache
