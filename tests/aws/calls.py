@@ -24,6 +24,8 @@ NOTES = "TEST_AWS_CALLS"
 """The variable with the file to which each process adds its calls."""
 OF_TESTS = "of-the-tests"
 """In the user agent of the tests' own clients, whose calls are neither noted nor broken."""
+_PREFIXES = {"cloudwatch-logs": "logs", "secrets-manager": "secretsmanager"}
+"""How permissions name a service, if not as botocore does."""
 _ERRORS = {
     "throttled": ("ThrottlingException", 400, "Rate exceeded"),
     "broken": ("InternalFailure", 500, "We encountered an internal error. Please try again."),
@@ -74,6 +76,7 @@ class Calls:
         if OF_TESTS in str(request.headers.get("User-Agent")):
             return None
         _, service, operation = event_name.split(".")
+        service = _PREFIXES.get(service, service)
         if path := os.environ.get(NOTES):
             with Path(path).open("a", encoding="utf-8") as notes:
                 notes.write(f"{service}:{operation}\n")

@@ -60,5 +60,6 @@ def test_the_sagemaker_page_shows_the_real_output(aws, tmp_path, monkeypatch):
     assert (reader.folder / "first-try" / "model.pt").is_file()
     called = {ACTIONS.get(call, call) for call in aws.calls()} - FREE
     named = set(re.findall(r"`(\w+:\w+)`", PAGE.read_text(encoding="utf-8")))
-    assert len(called) > 10
-    assert called <= named
+    assert (
+        {"iam:GetRole", "logs:GetLogEvents", "s3:PutObject", "sagemaker:CreateTrainingJob"} < called <= named
+    )

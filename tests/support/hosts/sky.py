@@ -16,14 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-import yaml
-
 FOLDER = Path(os.environ.get("SKY_FOLDER", "/nonexistent"))
 PRICE = 32.77
 CODES = {"SUCCEEDED": 0, "FAILED": 100, "CANCELLED": 103}
 
 
 def launch(*words):
+    import yaml  # the other verbs do not need it, and start often
+
     options, file = words[:-1], Path(words[-1])
     task = yaml.safe_load(file.read_text())
     cluster = FOLDER / options[options.index("--cluster") + 1]
