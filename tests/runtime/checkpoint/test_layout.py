@@ -12,11 +12,15 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from support.runs.file_system import write_manifest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator
+from accel_runtime.storage.directory import read_checkpoint
+from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.manifest import NAME
 from accel_runtime.utils import gather_object
 
@@ -26,7 +30,7 @@ LAST = 2
 
 
 class Values:
-    """An object of the script, with values of many types."""
+    """An object of the script."""
 
     def __init__(self):
         self.state = {}
@@ -37,15 +41,16 @@ class Values:
     def load_state_dict(self, state):
         self.state = state
 
-    def fill(self):
-        self.state = {
-            "plain": [None, True, 2.5, float("inf"), 2**70, "x"],
-            "numbers": (3 + 4j, np.int8(-3), np.arange(4).reshape(2, 2)),
-            "bytes": b"\0\xff",
-            "torch": [torch.bfloat16, torch.device("cpu"), torch.tensor(1.5, dtype=torch.bfloat16)],
-            "containers": [{1, 2}, OrderedDict(b=1, a=2), Path("a/b")],
-            "keys": {1: "one", (2, "b"): None, "$": "escaped", "a/b.c": torch.ones(2)},
-        }
+
+def build_values():
+    return {
+        "plain": [None, True, 2.5, float("inf"), 2**70, "x"],
+        "numbers": (3 + 4j, np.int8(-3), np.arange(4).reshape(2, 2)),
+        "bytes": b"\0\xff",
+        "torch": [torch.bfloat16, torch.device("cpu"), torch.tensor(1.5, dtype=torch.bfloat16)],
+        "containers": [{1, 2}, OrderedDict(b=1, a=2), Path("a/b")],
+        "keys": {1: "one", (2, "b"): None, "$": "escaped", "a/b.c": torch.ones(2)},
+    }
 
 
 class Run:
@@ -94,14 +99,14 @@ class Run:
             "gradients": [gradient.tolist() for gradient in gradients],
             "steps": self.optimizer.steps,
             "rate": self.schedule.get_last_lr(),
-            "values": repr(self.values.state),
+            "values": repr(self.values.state) == repr(build_values()),
         }
 
 
 def write(path):
     """Train until a save, and return what a run that loads the checkpoint has: its state, random numbers and samples."""
     run = Run()
-    run.values.fill()
+    run.values.state = build_values()
     expected = None
     for number, (batch, samples) in enumerate(run.batches()):
         if expected is not None:
@@ -161,3 +166,14 @@ def test_the_kept_checkpoint_restores_the_state_that_was_saved(pair, tmp_path):
     path = shutil.copytree(KEPT, tmp_path / "checkpoint")
     found, _ = pair.run(read, path)
     assert found == json.loads(KEPT.with_suffix(".json").read_text())
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_layout_is_refused_with_the_version_of_accel_that_wrote_it(tmp_path, version):
+    path = shutil.copytree(KEPT, tmp_path / "checkpoint")
+    body = json.loads((path / NAME).read_text())["checkpoint"]
+    write_manifest(path, json.dumps(body | {"version": version, "versions": {"accel": "9.9"}}))
+    with pytest.raises(
+        CheckpointError, match=r"its format has version .*by accel 9\.9\. Install that version"
+    ):
+        read_checkpoint(path)
