@@ -143,6 +143,7 @@ def test_a_converted_script_is_not_converted_again_and_keeps_its_comments():
             assert (again.text, again.findings, again.notes) == (once.text, (), ()), path.stem
 
 
+@pytest.mark.slow
 def test_the_comments_of_the_places_left_change_no_statement():
     for path in STYLES:
         if path.stem in REFUSED:
