@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, cast
 
 import typer
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.launch_options import LaunchOption, find_foreign_option, normalize_option
+from accel_cli.profile.options import OPTIONAL_VALUES
 from accel_runtime.environment.registry import Registry
 
 __all__ = [
@@ -138,6 +140,9 @@ class ScriptCommand(TyperCommand):
         parsed = ctx.meta[_PARSED] = Parsed(args)
         if ctx.allow_interspersed_args:
             return super().parse_args(ctx, args)
+        if not OPTIONAL_VALUES.keys().isdisjoint(args):
+            args = _fill_optional_values(self, ctx, args)
+            parsed.words = tuple(args)
         needs_help = not args or not set(ctx.help_option_names).isdisjoint(args)
         is_unknown = any(_find_unknown_options(self, ctx, args))
         if ctx.resilient_parsing or needs_help or is_unknown:
@@ -221,6 +226,28 @@ def _annotate(option: LaunchOption, panel: str) -> Any:
     of_type = {"integer": int | None}.get(option.type, str | None) if option.metavar else bool
     typed = typer.Option(option.flag, metavar=option.metavar or None, help=option.help, rich_help_panel=panel)
     return Annotated[of_type, typed]
+
+
+def _fill_optional_values(command: Command, ctx: Context, args: Sequence[str]) -> list[str]:
+    """Return a command line in which each option whose value may be left out has one: it has none before an option or a file."""
+    options = {name: option for option in command.get_params(ctx) for name in option.opts}
+    filled, rest = [], list(args)
+    # What follows the script belongs to it.
+    while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
+        word = rest.pop(0)
+        following = rest[0] if rest else "-"
+        default = OPTIONAL_VALUES.get(word)
+        if default and (following.startswith("-") or following.endswith(".py") or Path(following).is_file()):
+            filled.append(f"{word}={default}")
+            continue
+        filled.append(word)
+        option: Any = options.get(word)
+        foreign = None if option else find_foreign_option(normalize_option(word.lstrip("-")))
+        takes_value = not option.is_flag if option else foreign is None or foreign.takes_value
+        if takes_value and "=" not in word:
+            filled += rest[:1]
+            del rest[:1]
+    return filled + rest
 
 
 # Options that a command does not have --------------------------------------------------

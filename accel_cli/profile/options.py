@@ -241,12 +241,15 @@ MetricsPort = Annotated[
     ),
     _Sets("launcher.metrics_port"),
 ]
+OPTIONAL_VALUES = {"--record-numerics": "all"}
+"""The values of options of a launch that may stand without one."""
 RecordNumerics = Annotated[
     str | None,
     typer.Option(
         "--record-numerics",
         metavar="STEPS",
-        help="Record what steps compute, to compare runs: all, every:N or steps:A-B, and modules or tensors, as in steps:1-20,modules.",
+        help="Record what steps compute, to compare runs: all (without a value), every:N or steps:A-B, and modules or tensors, as in "
+        "steps:1-20,modules.",
         rich_help_panel=_OUTPUT,
     ),
     _Sets("env.ACCEL_RECORD_NUMERICS"),

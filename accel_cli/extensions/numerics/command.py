@@ -75,16 +75,26 @@ def diff(  # noqa: PLR0913 - the signature declares the options
 ) -> None:
     """Find the first step, rank and number in which two runs differ.
 
-    The exit code is 1 if they differ by more than the order of sums explains.
+    The exit code is 1 if they differ by more than the order of sums explains, and 2 if they cannot be compared or a script fails.
     """
     from accel_cli.extensions.numerics.comparison import compare
+    from accel_runtime.extensions.numerics.record import Selection
 
+    # Before the scripts run, which may take long.
+    try:
+        Selection.parse(steps)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if html and not html.parent.is_dir():
+        raise UsageError(f"Cannot write {str(html)!r}: {str(html.parent)!r} is no folder. Name another file.")
     words = get_parsed(context).words
     arguments = words[words.index("--") + 1 :] if "--" in words else ()
     names = runs[: len(runs) - len(arguments)]
     options = ["--record-numerics", steps]
     options += [] if nproc_per_node is None else ["--nproc-per-node", nproc_per_node]
     options += ["--cpu"] if cpu else []
+    # A single process without torchrun has no folder of its own choice.
+    options += ["--log-dir", log_dir, "--set", "launcher.kind=torchrun"] if log_dir else []
     options += [word for value in set or () for word in ("--set", value)]
     first, second = _read_runs(names, vary, options, arguments, find_log_home(log_dir))
     try:
@@ -110,6 +120,7 @@ def _read_runs(
 ) -> tuple[Run, Run]:
     from accel_cli.extensions.numerics.runs import (
         Variant,
+        check_script,
         is_script,
         list_variants,
         read_run,
@@ -121,13 +132,16 @@ def _read_runs(
             f"Cannot compare {len(names)} {'script' if vary else 'run'}{'' if len(names) == 1 else 's'}: pass "
             f"{'one script with --vary' if vary else 'two runs or two scripts, or one script with --vary'}."
         )
+    for name in names:
+        if vary or is_script(name):
+            check_script(name)
     if vary:
         variants = list_variants(names[0], vary)
         return tuple(record_script(one, options, arguments, home) for one in variants)  # type: ignore[return-value]
+    # Runs first: an error in one of them needs no launch.
+    read = {name: read_run(home, name) for name in names if not is_script(name)}
     found = [
-        record_script(Variant(name, name, ()), options, arguments, home)
-        if is_script(name)
-        else read_run(home, name)
+        record_script(Variant(name, name, ()), options, arguments, home) if is_script(name) else read[name]
         for name in names
     ]
     return found[0], found[1]

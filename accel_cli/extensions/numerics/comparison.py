@@ -16,8 +16,10 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from accel_cli.extensions.numerics.bounds import Bound, build_bound, compare_sketches, measure_difference
+from accel_cli.extensions.numerics.tensors import TensorFile, compare_values
 from accel_runtime.environment.settings import variable_name
 from accel_runtime.extensions.numerics.record import (
+    TENSORS_FILE,
     Batch,
     Entry,
     ForwardPass,
@@ -78,6 +80,8 @@ _OF_PASSES = ("batch", "random", "inputs", "mode", "modules", "loss", "buffers",
 _UPDATES = ("options", "rates", "state", "parameters")
 _ORDERED = frozenset({"modules", "gradients"})
 """Stages whose tensors were computed in the order in which they are recorded; of others, the largest difference is named first."""
+_WHOLE = frozenset({"modules", "buffers", "gradients"})
+"""Stages of which each rank has whole tensors, also of a sharded model."""
 _COMPILED = "OptimizedModule"
 _GRADIENTS = frozenset({"left", "gradients", "after_backward", "before_clipping", "read"})
 _PRECISION = frozenset(
@@ -110,6 +114,8 @@ class Run:
 
     name: str
     ranks: Mapping[int, RankRecord]
+    remark: str = ""
+    """How the run ended, if not well, or which of its attempts this is."""
 
     @property
     def world_size(self) -> int:
@@ -125,6 +131,15 @@ class Run:
     def steps(self) -> list[int]:
         """The steps that all ranks have recorded."""
         return sorted(set.intersection(*(set(one.steps) for one in self.ranks.values())))
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the records of all ranks are here and have all steps that were chosen."""
+        return (
+            len(self.ranks) == self.world_size
+            and not self.remark
+            and all(one.end == "" for one in self.ranks.values())
+        )
 
 
 @dataclass(frozen=True)
@@ -198,7 +213,18 @@ class Comparison:
     @property
     def is_partial(self) -> bool:
         """Return whether some recorded numbers cannot be compared, as the notes say."""
-        return self.runs[0].world_size != self.runs[1].world_size or _hold_other_parts(self)
+        return (
+            self.runs[0].world_size != self.runs[1].world_size
+            or _hold_other_parts(self)
+            or not all(run.is_complete for run in self.runs)
+            or self.has_skipped
+        )
+
+    @property
+    def has_skipped(self) -> bool:
+        """Return whether a rank could not read a tensor."""
+        ranks = [one for run in self.runs for one in run.ranks.values()]
+        return any(one.steps[step].skipped for one in ranks for step in self.steps)
 
     @property
     def verdict(self) -> Literal["equal", "rounding", "different"]:
@@ -266,6 +292,10 @@ def compare(first: Run, second: Run) -> Comparison:
         raise ValueError(
             f"Cannot compare {first.name} and {second.name}: no step is recorded in both. Record the same steps of both, such as "
             "--record-numerics all."
+        )
+    if first.world_size == second.world_size and first.ranks.keys().isdisjoint(second.ranks):
+        raise ValueError(
+            f"Cannot compare {first.name} and {second.name}: no rank has a record of both here. Copy the folders of the same ranks."
         )
     found = Comparison((first, second), steps)
     found.settings = list(_compare_settings(first, second))
@@ -348,11 +378,17 @@ class _Walk:
             bound = self._build_bound(step)
             differences = list(self._compare_step(step, bound))
             self._add(step, differences, bound)
-        last = found.steps[-1]
         counts = [max(run.steps) for run in found.runs]
-        if counts[0] != counts[1] and not any(one.end for run in found.runs for one in run.ranks.values()):
+        shorter, longer = sorted(found.runs, key=lambda run: max(run.steps))
+        # A step that the shorter run would have recorded.
+        missing = [
+            step
+            for step in longer.steps
+            if step > max(shorter.steps) and shorter.first.selection.has_step(step)
+        ]
+        if missing and shorter.is_complete:
             detail = f"the last recorded step is {counts[0]} in the first run, {counts[1]} in the second"
-            difference = Difference(last + 1, None, "steps", "", detail)
+            difference = Difference(missing[0], None, "steps", "", detail)
             found.first = found.first or difference
             found.beyond = found.beyond or difference
 
@@ -408,6 +444,7 @@ class _Walk:
                 self._second.ranks[rank].steps[step],
                 bound,
                 self._has_parts,
+                self._find_tensors(step, rank, rank),
             )
             for rank in ranks
         ]
@@ -425,6 +462,14 @@ class _Walk:
         updates = [list(pair.compare_updates()) for pair in pairs]
         for stage in _UPDATES:
             yield from (one for of_rank in updates for one in of_rank if one.stage == stage)
+
+    def _find_tensors(self, step: int, rank: int, other: int) -> tuple[TensorFile, TensorFile] | None:
+        records = self._first.ranks[rank], self._second.ranks[other]
+        first, second = (
+            TensorFile(one.path / TENSORS_FILE.format(step)) if one.path and one.selection.tensors else None
+            for one in records
+        )
+        return None if first is None or second is None else (first, second)
 
     def _compare_starts(self, pair: _Pair, rank: int | None) -> Iterator[Difference]:
         """Compare what a step begins with, but for what the step before has left: that is compared there."""
@@ -451,10 +496,10 @@ class _Walk:
                 yield pair.differ("batch", "", detail, is_structural=True)
         for stage in _OF_PASSES:
             for pair, first, second in passes:
-                yield from self._compare_stage(stage, pair, first, second)
+                yield from self._compare_stage(stage, number, pair, first, second)
 
     def _compare_stage(
-        self, stage: str, pair: _Pair, first: ForwardPass, second: ForwardPass
+        self, stage: str, number: int, pair: _Pair, first: ForwardPass, second: ForwardPass
     ) -> Iterator[Difference]:
         if stage in {"batch", "inputs"}:
             name = "batches" if stage == "batch" else stage
@@ -471,7 +516,10 @@ class _Walk:
             yield from pair.compare_losses(first, second)
         else:
             yield from pair.compare(
-                stage, pair.bound.computed, (getattr(first, stage), getattr(second, stage))
+                stage,
+                pair.bound.computed,
+                (getattr(first, stage), getattr(second, stage)),
+                None if stage == "left" else number,
             )
 
     # Runs of two world sizes
@@ -479,18 +527,21 @@ class _Walk:
     def _compare_sizes(self, step: int, bound: Bound) -> Iterator[Difference]:
         """Compare what does not depend on the number of ranks: all samples, averages over ranks, and what the first rank holds."""
         runs = self._found.runs
-        pair = _Pair(step, None, runs[0].first.steps[step], runs[1].first.steps[step], bound, self._has_parts)
+        records = [run.first.steps[step] for run in runs]
+        files = self._find_tensors(step, min(runs[0].ranks), min(runs[1].ranks))
+        pair = _Pair(step, None, records[0], records[1], bound, self._has_parts, files)
         yield from self._compare_starts(pair, min(runs[0].ranks))
-        if detail := _compare_samples(*(_count_samples(run, step) for run in runs)):
+        has_all = all(len(run.ranks) == run.world_size for run in runs)
+        if has_all and (detail := _compare_samples(*(_count_samples(run, step) for run in runs))):
             yield pair.differ("batch", "", detail)
-        one, other = (_average_loss(run, step) for run in runs)
+        one, other = (_average_loss(run, step) if has_all else None for run in runs)
         if one is not None and other is not None and one != other:
             size = abs(one - other) / max(abs(one), abs(other))
             detail = f"{one:.9g} and {other:.9g} on average"
             yield replace(pair.differ("loss", "", detail), size=size, bound=bound.computed)
         for stage in ("gradients", "after_backward"):
             averages = [_average_gradients(run, step, stage) for run in runs]
-            if all(averages) and not self._has_parts:
+            if has_all and all(averages) and not (self._has_parts and stage == "after_backward"):
                 yield from _compare_averages(averages, step, stage, bound)
         yield from pair.compare("before_clipping", bound.computed)
         yield from pair.compare_clipping()
@@ -527,22 +578,34 @@ class _Pair:
     bound: Bound
     has_parts: bool = False
     """True if the ranks of the runs hold other parts of parameters."""
+    files: tuple[TensorFile, TensorFile] | None = None
+    """The files with the tensors of the step, if both records may have one."""
 
     def differ(self, stage: str, name: str, detail: str, *, is_structural: bool = False) -> Difference:
         """Return a difference that is no matter of size."""
         return Difference(self.step, self.rank, stage, name, detail, is_structural=is_structural)
 
-    def compare(self, stage: str, limit: float, entries: Any = None) -> Iterator[Difference]:
+    def compare(
+        self, stage: str, limit: float, entries: Any = None, number: int | None = None
+    ) -> Iterator[Difference]:
         """Compare the tensors of a stage by name, or by position if no names are equal.
 
         Args:
             stage: The stage.
             limit: The relative difference that the order of sums explains.
             entries: The tensors of both; by default those that the records have under the name of the stage.
+            number: The number of the forward pass in the step; None if the stage has only one.
         """
         first, second = entries or (getattr(self.first, stage), getattr(self.second, stage))
-        if first is None or second is None or (self.has_parts and stage not in {"modules", "buffers"}):
+        if first is None or second is None or (self.has_parts and stage not in _WHOLE):
             return
+        if self.has_parts and stage == "gradients":
+            shapes = [
+                {name: record.values[digest].shape for name, digest in each if digest in record.values}
+                for record, each in ((self.first, first), (self.second, second))
+            ]
+            same = {name for name, shape in shapes[0].items() if shapes[1].get(name) == shape}
+            first, second = ([one for one in each if one[0] in same] for each in (first, second))
         names = {name for name, _ in first}, {name for name, _ in second}
         if stage == "modules":  # those of another structure have no counterpart
             first, second = (
@@ -559,7 +622,8 @@ class _Pair:
             if not others:
                 found.append(self.differ(stage, name, "only the first run has it", is_structural=True))
             elif digest != (other := others.pop(0)):
-                found.append(self._compare_tensors(stage, name, (digest, other), limit))
+                difference = self._compare_tensors(stage, name, (digest, other), limit)
+                found.append(self._read_exactly(difference, (digest, other), number))
         found += [
             self.differ(stage, name, "only the second run has it", is_structural=True)
             for name, others in remaining.items()
@@ -587,6 +651,19 @@ class _Pair:
         if ratio := _find_ratio(one.sketch, other.sketch):
             detail += f": the second is {ratio:.4g} times the first"
         return replace(self.differ(stage, name, detail), size=relative, bound=limit)
+
+    def _read_exactly(
+        self, difference: Difference, digests: tuple[str, str], number: int | None
+    ) -> Difference:
+        """Return a difference with the size of that of the tensors themselves, if both records have kept them."""
+        if self.files is None or difference.size is None:
+            return difference
+        key = f"{difference.stage}{'' if number is None else f'.{number}'}/{difference.name}"
+        values = [file.read(key, digest) for file, digest in zip(self.files, digests, strict=True)]
+        if values[0] is None or values[1] is None or values[0].shape != values[1].shape or not values[0].size:
+            return difference
+        size, text = compare_values(values[0], values[1])
+        return replace(difference, size=size, detail=f"{difference.detail}; {text}")
 
     def _is_noise(self, stage: str, name: str, one: Summary, other: Summary) -> bool:
         """Return whether a gradient, or what the optimizer computes from it, may be rounding only."""
@@ -797,17 +874,13 @@ def _list_notes(found: Comparison) -> Iterator[str]:
     """Yield what limits the result, and what else the records show."""
     first, second = found.runs
     for run in found.runs:
-        if missing := run.world_size - len(run.ranks):
-            yield f"{run.name}: the records of {missing} of {run.world_size} ranks are not on this machine"
-        for rank, one in run.ranks.items():
-            if one.end:
-                yield f"{run.name}: rank {rank} is recorded in part: {one.end}"
-        if _is_sharded(run):
-            yield f"{run.name}: gradients before the exchange are not recorded, since each rank holds a part of a parameter"
+        yield from _list_gaps(run, found.steps)
         if (step := _find_split(run)) is not None:
             yield f"{run.name}: ranks hold different parameters after step {step[0]}, first {step[1]}"
     if _hold_other_parts(found):
-        yield "The ranks hold other parts of parameters: these, their gradients and the state of the optimizer are not compared"
+        yield (
+            "The ranks hold other parts of parameters: these, their exchanged gradients and the state of the optimizer are not compared"
+        )
     if first.world_size != second.world_size:
         yield (
             "The world sizes differ: samples are compared over all ranks, losses and gradients as averages, the rest of rank 0; "
@@ -815,6 +888,44 @@ def _list_notes(found: Comparison) -> Iterator[str]:
         )
     if found.effect is not None:
         yield from _list_limits(found, found.effect)
+
+
+def _list_gaps(run: Run, steps: Iterable[int]) -> Iterator[str]:
+    """Yield what the record of a run does not have."""
+    if missing := run.world_size - len(run.ranks):
+        yield f"{run.name}: the records of {missing} of {run.world_size} ranks are not on this machine"
+    if run.remark:
+        yield f"{run.name}: {run.remark}"
+    for rank, one in run.ranks.items():
+        if one.end:
+            yield f"{run.name}: rank {rank} is recorded in part: {one.end}"
+        elif one.end is None and not run.remark:
+            yield (
+                f"{run.name}: the record of rank {rank} has no end, after step {max(one.steps)}: the process was ended from outside, "
+                "or still runs. Its number of steps is not compared"
+            )
+    if skipped := _list_skipped(run, steps):
+        yield f"{run.name}: not recorded, and not compared: {_join(skipped)}"
+    if missing_gradients := _list_missing_gradients(run, steps):
+        yield (
+            f"{run.name}: gradients before the exchange are not recorded, since each rank holds a part of a parameter: "
+            f"{_join(missing_gradients)}"
+        )
+
+
+def _list_skipped(run: Run, steps: Iterable[int]) -> list[str]:
+    names = (name for one in run.ranks.values() for step in steps for name in one.steps[step].skipped)
+    return list(dict.fromkeys(names))
+
+
+def _list_missing_gradients(run: Run, steps: Iterable[int]) -> list[str]:
+    """Return the parameters of a sharded model whose gradients of one rank are not recorded, though the optimizer reads one."""
+    missing: dict[str, None] = {}
+    if _is_sharded(run):
+        for record in (run.first.steps[step] for step in steps):
+            recorded = {name for one in record.passes for name, _ in one.gradients or ()}
+            missing |= dict.fromkeys(name for name, _ in record.read if name not in recorded)
+    return list(missing)
 
 
 def _list_limits(found: Comparison, effect: Difference) -> Iterator[str]:

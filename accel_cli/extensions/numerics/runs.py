@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_cli import console
-from accel_cli.errors import AccelError, UsageError
+from accel_cli.errors import UsageError
 from accel_cli.extensions.numerics.comparison import Run
 from accel_cli.runs import run_dir
 from accel_runtime.extensions.numerics.record import FILE, RankRecord, read_record
 
-__all__ = ["Variant", "is_script", "list_variants", "read_run", "record_script"]
+__all__ = ["Variant", "check_script", "is_script", "list_variants", "read_run", "record_script"]
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
     "nproc": ("--nproc-per-node", "{}"),
@@ -52,7 +52,7 @@ def read_run(home: Path, name: str) -> Run:
     Raises:
         UsageError: There is no such run, or it is not recorded.
     """
-    if os.sep in name:
+    if os.sep in name or Path(name, "run.json").is_file():
         folder = Path(name).expanduser()
         if not folder.is_dir():
             raise UsageError(
@@ -66,6 +66,7 @@ def read_run(home: Path, name: str) -> Run:
 
 def _read(run: run_dir.RunFolder, name: str) -> Run:
     records: dict[int, RankRecord] = {}
+    has_record = False
     for attempt in reversed(run.attempts):
         for rank, folder in run.list_ranks(attempt).items():
             file = folder.path / FILE
@@ -73,13 +74,33 @@ def _read(run: run_dir.RunFolder, name: str) -> Run:
                 record = read_record(file) if file.is_file() else None
             except ValueError as error:
                 raise UsageError(str(error)) from None
+            has_record |= record is not None
             if record is not None and record.steps:
                 records[rank] = record
         if records:
-            return Run(name, records)
+            return Run(name, records, _describe_end(run, attempt))
+    if has_record:
+        raise UsageError(
+            f"Cannot compare {name}: no optimizer of torch has stepped in what was recorded of it. Record steps that it has, such as "
+            "--record-numerics all."
+        )
     raise UsageError(
-        f"Cannot compare {name}: it has no recorded step. Launch it again with accel launch --record-numerics all."
+        f"Cannot compare {name}: it has no recorded step, since it was launched without a record, or has not imported torch. Launch it "
+        "again with accel launch --record-numerics all."
     )
+
+
+def _describe_end(run: run_dir.RunFolder, attempt: int) -> str:
+    remarks = [f"this is attempt {attempt}, the last that has steps"] if len(run.attempts) > 1 else []
+    if code := run.record.get("exit_code"):
+        remarks.append(f"the run ended with exit code {code}, so that its number of steps is not compared")
+    return "; ".join(remarks)
+
+
+def check_script(name: str) -> None:
+    """Raise UsageError if there is no such script."""
+    if not Path(name).is_file():
+        raise UsageError(f"Cannot run {name!r}: no such file. Pass a script, or a run of accel runs.")
 
 
 def list_variants(script: str, vary: str) -> list[Variant]:
@@ -89,6 +110,10 @@ def list_variants(script: str, vary: str) -> list[Variant]:
     if not equals or len(values) != 2 or not all(values) or not key:  # noqa: PLR2004 - two runs
         raise UsageError(
             f"Invalid --vary {vary!r}: expected a name and two values. Examples are nproc=1,2 and precision=no,bf16."
+        )
+    if key == "strategy" and not set(values) <= _STRATEGIES.keys():
+        raise UsageError(
+            f"Invalid --vary {vary!r}: expected {' or '.join(_STRATEGIES)}. An example is strategy=ddp,fully_shard."
         )
     options = _OPTIONS.get(key, ("--set", f"{key}={{}}"))
     names = [_STRATEGIES.get(value, value) if key == "strategy" else value for value in values]
@@ -108,13 +133,8 @@ def record_script(variant: Variant, options: Sequence[str], arguments: Sequence[
         home: The folder of all runs.
 
     Raises:
-        UsageError: The script is missing.
-        AccelError: The launch fails.
+        UsageError: The launch fails: nothing is compared, which is not the result that the runs differ.
     """
-    if not Path(variant.script).is_file():
-        raise UsageError(
-            f"Cannot run {variant.script!r}: no such file. Pass a script, or a run of accel runs."
-        )
     before = {run.path for run in run_dir.find_recent_runs(home)}
     command = [
         sys.executable,
@@ -130,13 +150,13 @@ def record_script(variant: Variant, options: Sequence[str], arguments: Sequence[
     # The standard output of this command is the result.
     code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, stdout=sys.stderr).returncode
     if code:
-        raise AccelError(
+        raise UsageError(
             f"Cannot compare: {variant.name} ended with code {code}. Run it alone: {shlex.join(command)}"
         )
     stem = Path(variant.script).stem
     for run in run_dir.find_recent_runs(home):
         if run.path not in before and run.stem == stem:
             return _read(run, variant.name)
-    raise AccelError(
+    raise UsageError(
         f"Cannot compare: {variant.name} has left no run in {home}. Launch it with --record-numerics, and compare the runs."
     )

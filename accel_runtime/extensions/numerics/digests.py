@@ -16,7 +16,15 @@ import xxhash
 
 from accel_runtime.extensions.numerics.record import SKETCH_SIZE, Batch, Summary
 
-__all__ = ["digest_generators", "digest_tensor", "list_batches", "list_indices", "list_tensors", "summarize"]
+__all__ = [
+    "copy_values",
+    "digest_generators",
+    "digest_tensor",
+    "list_batches",
+    "list_indices",
+    "list_tensors",
+    "summarize",
+]
 
 _BLOCK = 1 << 16
 """Signs of a sketch, which repeat with another sign for each block."""
@@ -92,12 +100,23 @@ def list_tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[s
     if isinstance(value, _torch().Tensor):
         yield name, value
         return
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
+    value = _list_fields(value)
     if depth <= _MAX_DEPTH and isinstance(value, (Mapping, list, tuple)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, one in items:
             yield from list_tensors(one, f"{name}.{key}", depth + 1)
+
+
+def copy_values(tensor: Any) -> Any:
+    """Return a copy of the part of a tensor that this rank has, in the memory of the host."""
+    return _get_values(tensor).to("cpu", copy=True).contiguous()
+
+
+def _list_fields(value: Any) -> Any:
+    """Return the fields of a dataclass by name; other values as they are."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Mapping)):
+        return value
+    return {one.name: getattr(value, one.name, None) for one in dataclasses.fields(value)}
 
 
 def digest_generators() -> dict[str, str]:
@@ -135,8 +154,7 @@ def _add_columns(columns: dict[str, tuple[str, ...]], name: str, value: Any, dep
         if rows := _hash_rows(value):
             columns[name] = rows
         return
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
+    value = _list_fields(value)
     if depth > _MAX_DEPTH or not isinstance(value, (Mapping, list, tuple)):
         return
     if not isinstance(value, Mapping) and value and all(isinstance(one, (str, bytes)) for one in value):
@@ -156,7 +174,12 @@ def _hash_rows(value: Any) -> tuple[str, ...]:
         if not values.numel():
             return ()
         rows = values.reshape(count, -1).view(torch.uint8).numpy()
-    except (RuntimeError, TypeError, NotImplementedError):  # on the meta device, of a subclass, of objects
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        NotImplementedError,
+    ):  # on the meta device, of a subclass, of objects
         return ()
     return tuple(_hash(row.tobytes()) for row in rows)
 

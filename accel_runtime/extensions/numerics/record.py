@@ -2,11 +2,12 @@
 
 `numerics.jsonl` in the folder of a rank has one JSON object a line, in the order in which they were written:
 
-- `{"kind": "run", "version": 1, ...}`: `RunHead`, once;
+- `{"kind": "run", "version": 2, ...}`: `RunHead`, once;
 - `{"kind": "model", ...}`: `ModelHead`, before the first step that has its parameters;
 - `{"kind": "optimizer", ...}`: `OptimizerHead`, before its first step;
 - `{"kind": "step", ...}`: `StepRecord`, for each chosen step of an optimizer of torch;
-- `{"kind": "end", ...}`: why the record ends before the run does; missing otherwise.
+- `{"kind": "end", "reason": ""}`: the record is complete, or why it ends before the run does; missing if the process was ended from outside,
+  or still runs.
 
 A tensor is named by its digest, 128 bits of xxh3 over its dtype, shape and bytes. `values` of a step has, by digest, the `Summary` of each
 tensor of floating-point numbers: equal tensors have one. Its sketch has 16 sums of all elements with signs that depend on their
@@ -27,6 +28,7 @@ from typing import Any
 __all__ = [
     "FILE",
     "SKETCH_SIZE",
+    "TENSORS_FILE",
     "VERSION",
     "Batch",
     "Entry",
@@ -42,8 +44,10 @@ __all__ = [
     "read_record",
 ]
 
-VERSION = 1
+VERSION = 2
 FILE = "numerics.jsonl"
+TENSORS_FILE = "numerics-{}.safetensors"
+"""The file with the tensors of a step, in the folder of the rank; the key of a tensor is its stage and name, as `read/0.weight`."""
 SKETCH_SIZE = 16
 """Sums of a sketch: an estimate of a norm from 16 of them is below a tenth of it once in ten million tensors."""
 
@@ -211,6 +215,8 @@ class StepRecord:
     random: Mapping[str, str]
     """The states of the generators after the step."""
     values: Mapping[str, Summary]
+    skipped: tuple[str, ...] = ()
+    """Tensors that could not be read, as those of subclasses and nested ones: of them nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +263,15 @@ class RankRecord:
     models: tuple[ModelHead, ...]
     optimizers: tuple[OptimizerHead, ...]
     steps: Mapping[int, StepRecord]
-    end: str = ""
-    """Why the record ends before the run does."""
+    end: str | None = None
+    """Why the record ends before the run does; empty if it is complete, None if the process was ended from outside, or still runs."""
+    path: Path | None = None
+    """The folder of the rank."""
+
+    @property
+    def selection(self) -> Selection:
+        """The steps that are recorded."""
+        return Selection(**self.head.selection)
 
 
 def encode(kind: str, value: Any) -> str:
@@ -273,34 +286,46 @@ def read_record(path: Path) -> RankRecord | None:
     """Read the record of a rank; None if the file has not even its first line.
 
     Raises:
-        ValueError: Another version of accel has written it.
+        ValueError: Another version of accel has written it, or it is damaged.
     """
     head: RunHead | None = None
-    models, optimizers, end = [], [], ""
+    models, optimizers, end = [], [], None
     steps: dict[int, StepRecord] = {}
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if not line.endswith("\n"):  # a process that was ended may leave a part of a line
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):  # a process that was ended may leave a part of a line
                 break
-            value = json.loads(line)
-            kind = value.pop("kind")
-            if kind == "run":
-                if value["version"] != VERSION:
-                    raise ValueError(
-                        f"Cannot read {path}: its version is {value['version']}, and this is {VERSION}. Record the run again."
+            try:
+                value = json.loads(line)
+                kind = value.pop("kind")
+                if kind == "run":
+                    if value["version"] != VERSION:
+                        raise ValueError(
+                            f"Cannot read {path}: its version is {value['version']}, and this is {VERSION}. Record the run again."
+                        )
+                    head = RunHead(**value)
+                elif kind == "model":
+                    models.append(ModelHead(**value))
+                elif kind == "optimizer":
+                    optimizers.append(
+                        OptimizerHead(**{**value, "parameters": tuple(map(tuple, value["parameters"]))})
                     )
-                head = RunHead(**value)
-            elif kind == "model":
-                models.append(ModelHead(**value))
-            elif kind == "optimizer":
-                optimizers.append(
-                    OptimizerHead(**{**value, "parameters": tuple(map(tuple, value["parameters"]))})
-                )
-            elif kind == "step":
-                steps[value["step"]] = _parse_step(value)
-            elif kind == "end":
-                end = value["reason"]
-    return RankRecord(head, tuple(models), tuple(optimizers), steps, end) if head else None
+                elif kind == "step":
+                    steps[value["step"]] = _parse_step(value)
+                elif kind == "end":
+                    end = str(value["reason"])
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+                UnicodeDecodeError,
+                json.JSONDecodeError,
+                struct.error,
+            ) as error:
+                raise ValueError(
+                    f"Cannot read {path}: line {number} is no record. Record the run again."
+                ) from error
+    return RankRecord(head, tuple(models), tuple(optimizers), steps, end, path.parent) if head else None
 
 
 def _parse_step(value: dict[str, Any]) -> StepRecord:
@@ -314,6 +339,7 @@ def _parse_step(value: dict[str, Any]) -> StepRecord:
             **lists,
             "passes": tuple(map(_parse_pass, value["passes"])),
             "rates": tuple(value["rates"]),
+            "skipped": tuple(value["skipped"]),
             "values": {digest: Summary.unpack(packed) for digest, packed in value["values"].items()},
         }
     )

@@ -5,6 +5,7 @@ It only observes: the hooks draw no random numbers, and change no tensor. torch 
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from typing import Any
 
 from accel_runtime.environment.settings import Settings, SettingsError, __version__
 from accel_runtime.extensions.numerics.digests import (
+    copy_values,
     digest_generators,
     digest_tensor,
     list_batches,
@@ -33,6 +35,7 @@ from accel_runtime.extensions.numerics.digests import (
 )
 from accel_runtime.extensions.numerics.record import (
     FILE,
+    TENSORS_FILE,
     VERSION,
     Batch,
     Entry,
@@ -57,6 +60,20 @@ _LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{os.sep}site-packages{os
 """Beginnings or parts of the paths of files that are no part of the script."""
 _VARIABLES = ("CUBLAS_", "NVIDIA_TF32", "PYTHONHASHSEED", "XLA_FLAGS")
 _END = object()
+_Method = Callable[..., None]
+
+
+def _observes(method: _Method) -> _Method:
+    """Return a method of the recorder after whose error the record ends, and not the training."""
+
+    @wraps(method)
+    def observe(recorder: Recorder, *args: Any) -> None:
+        try:
+            method(recorder, *args)
+        except Exception as error:  # noqa: BLE001 - objects of scripts raise any
+            recorder.fail(error)
+
+    return observe
 
 
 class Numerics:
@@ -113,9 +130,8 @@ class Recorder:
         self._pid = os.getpid()
         self._torch: Any = None
         self._file: Any = None
-        self._size = 0
-        self._step = 1
-        """The number of the step that is computed now."""
+        self._size, self._step = 0, 1
+        """The size of the file; the number of the step that is computed now."""
         self._is_on = selection.has_step(1)
         """True if this step is recorded."""
         self._names = _Names()
@@ -129,14 +145,21 @@ class Recorder:
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._described: set[int] = set()
         """The numbers of the optimizers whose heads are written."""
+        self._skipped: dict[str, None] = {}
+        """Names of tensors of this step that could not be read."""
+        self._unsharded: dict[int, weakref.ref[Any]] = {}
+        """The whole parameters of sharded modules, which exist in a pass only, by id."""
+        self._is_sharded = self._is_over = False
+        """True if a rank has parts of parameters; true if no more is recorded."""
+        self._module_hooks: list[Any] = []
         self._stack: list[int] = []
         """The modules that compute now."""
-        self._is_in_backward = False
         self._passes: list[ForwardPass] = []
+        self._ended: ForwardPass | None = None  # that whose backward pass runs
         self._before: tuple[Entry, ...] | None = None
         self._after_backward: tuple[Entry, ...] | None = None
         self._before_clipping: tuple[Entry, ...] | None = None
-        self._clipping = ""
+        self._clipping, self._is_in_backward = "", False
         self._batches: dict[str, tuple[Batch, ...]] = {}
         """The last batch of each loader that no backward pass has followed yet."""
         self._sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -172,10 +195,13 @@ class Recorder:
         self._watch_optimizers(sys.modules["torch.optim.optimizer"])
         self._watch_clipping()
         modules = sys.modules["torch.nn.modules.module"]
-        modules.register_module_forward_pre_hook(self._build_pre_hook())
-        modules.register_module_forward_hook(self._build_hook())
+        self._module_hooks = [
+            modules.register_module_forward_pre_hook(self._build_pre_hook()),
+            modules.register_module_forward_hook(self._build_hook()),
+        ]
         call_after_import("torch.utils.data.dataloader", self._watch_loaders)
         call_after_import("accel_runtime.data.loader", self._watch_prepared_loaders)
+        atexit.register(self.end)
 
     def _replace_backward(self) -> None:
         torch = self._torch
@@ -186,14 +212,15 @@ class Recorder:
             if not self._is_recorded():
                 backward(tensors, *args, **kwargs)
                 return
-            ended = self._end_forward(tensors)
+            self._end_forward(tensors)
             # Activations that are computed again are no outputs.
             self._is_in_backward = True
             try:
                 backward(tensors, *args, **kwargs)
             finally:
                 self._is_in_backward = False
-            self._end_pass(ended)
+            if self._ended is not None:
+                self._end_pass(self._ended)
 
         torch.autograd.backward = record_pass
 
@@ -221,11 +248,15 @@ class Recorder:
         @wraps(clip)
         def record_and_clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_recorded() and self._before_clipping is None:
-                self._before_clipping = self._digest(self._list_gradients(), "before_clipping")
-                self._clipping = f"{'value' if 'value' in clip.__name__ else 'norm'} {float(limit):.9g}"
+                self._begin_clipping("value" if "value" in clip.__name__ else "norm", limit)
             return clip(parameters, limit, *args, **kwargs)
 
         return record_and_clip
+
+    @_observes
+    def _begin_clipping(self, kind: str, limit: Any) -> None:
+        self._before_clipping = self._digest(self._list_gradients(), "before_clipping")
+        self._clipping = f"{kind} {float(limit):.9g}"
 
     def _build_pre_hook(self) -> Callable[[Any, Any], None]:
         compiler = self._torch.compiler
@@ -305,6 +336,7 @@ class Recorder:
 
     # Samples
 
+    @_observes
     def _keep_batch(self, iterator: Any, batch: Any, index: Any) -> None:
         """Keep a batch until a backward pass follows; one that none follows, as in an evaluation, is no sample of a step."""
         if not (self._is_recorded() and self._torch.is_grad_enabled()):
@@ -328,6 +360,7 @@ class Recorder:
             and not self._torch.compiler.is_compiling()
         )
 
+    @_observes
     def _enter_module(self, module: Any, args: Any) -> None:
         if not self._is_recorded() or self._is_in_backward:
             return
@@ -342,7 +375,9 @@ class Recorder:
             return
         self._add_model(module)
         if self._before is None and not self._passes:
-            tensors = {**self._name_parameters(parameters), **self._list_buffers()}
+            # A script may call the parts of its model one after another.
+            trained = [one for optimizer in self._optimizers for one in _list_parameters(optimizer)]
+            tensors = {**self._name_parameters([*parameters, *trained]), **self._list_buffers()}
             self._before = self._digest(tensors, "before")
         self._random = self._random or digest_generators()
         self._mode.append(self._describe_mode(module))
@@ -358,7 +393,11 @@ class Recorder:
         self._models.append((weakref.ref(module), prefix))
         for name, part in (*module.named_modules(), *module.named_parameters()):
             self._names.add(part, prefix + _clean(module, name))
-        is_local = not any(hasattr(one, "to_local") for one in module.parameters())
+        is_local = not (
+            any(hasattr(one, "to_local") for one in module.parameters())
+            or any(type(one).__name__ == "FullyShardedDataParallel" for one in module.modules())
+        )
+        self._is_sharded |= not is_local
         self._write(encode("model", ModelHead(number, _name_class(module), repr(_unwrap(module)), is_local)))
 
     def _describe_mode(self, module: Any) -> str:
@@ -371,24 +410,49 @@ class Recorder:
         ]
         return "; ".join([*dtypes, *([f"in evaluation mode: {', '.join(fixed)}"] if fixed else [])])
 
+    @_observes
     def _leave_module(self, module: Any, output: Any) -> None:
         if not self._is_recorded() or self._is_in_backward:
             return
+        if self._is_sharded and self._torch.is_grad_enabled():
+            self._watch_unsharded(module)
         # An exception in a module has left it without a call of this function.
         while self._stack and self._stack.pop() != id(module):
             pass
         if self._selection.modules and self._torch.is_grad_enabled():
-            name = self._names.find(module)
-            name = type(module).__name__ if name is None else name or "output of the model"
+            name = self._name_module(module)
             outputs = {f"{name}{key}": one for key, one in list_tensors(output)}
             entries = self._digest(outputs, f"modules.{len(self._passes)}")
             # A module and one that wraps it have one output.
             if entries != tuple(self._outputs[len(self._outputs) - len(entries) :]):
                 self._outputs += entries
 
+    def _name_module(self, module: Any) -> str:
+        name = self._names.find(module)
+        if name is None:
+            return type(module).__name__
+        number, colon, rest = name.partition(":")
+        if colon and not rest:
+            return f"output of model {number}"
+        return name or "output of the model"
+
+    def _watch_unsharded(self, module: Any) -> None:
+        """Record the gradients of whole parameters, which a sharded module has from its forward to its backward pass."""
+        name = self._names.find(module)
+        for key, parameter in module._parameters.items():  # noqa: SLF001 - those of `parameters` are also of inner modules
+            if parameter is None or hasattr(parameter, "to_local") or not parameter.requires_grad:
+                continue
+            known = self._unsharded.get(id(parameter))
+            if name is not None and parameter.is_leaf and (known is None or known() is not parameter):
+                self._unsharded[id(parameter)] = weakref.ref(parameter)
+                self._names.add(parameter, f"{name}{'.' if name and name[-1] != ':' else ''}{key}")
+                parameter.register_post_accumulate_grad_hook(self._record_gradient)
+
     # Passes
 
-    def _end_forward(self, tensors: Any) -> ForwardPass:
+    @_observes
+    def _end_forward(self, tensors: Any) -> None:
+        self._ended = None
         self._watch_gradients()
         roots = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
         losses = [
@@ -416,8 +480,9 @@ class Recorder:
             left = {name: one for name, one in self._list_gradients().items() if one.any()}
             ended = replace(ended, left=self._digest(left, "left"))
         self._begin_pass()
-        return ended
+        self._ended = ended
 
+    @_observes
     def _end_pass(self, ended: ForwardPass) -> None:
         self._passes.append(replace(ended, gradients=tuple(self._gradients) if self._has_gradients else None))
         self._gradients = []
@@ -436,7 +501,12 @@ class Recorder:
         for parameter in parameters:
             watched = self._watched.get(id(parameter))
             is_known = watched is not None and watched() is parameter
-            if is_known or not parameter.requires_grad or not parameter.is_leaf:
+            if (
+                is_known
+                or id(parameter) in self._unsharded
+                or not parameter.requires_grad
+                or not parameter.is_leaf
+            ):
                 continue
             self._watched[id(parameter)] = weakref.ref(parameter)
             # The hooks of a parameter of which a rank has a part do not get the gradient of this rank.
@@ -449,6 +519,7 @@ class Recorder:
             name: one.grad for name, one in self._name_parameters(parameters).items() if one.grad is not None
         }
 
+    @_observes
     def _record_gradient(self, parameter: Any) -> None:
         # It may run in a thread of the autograd engine.
         if self._is_in_backward and parameter.grad is not None:
@@ -458,6 +529,7 @@ class Recorder:
 
     # Steps
 
+    @_observes
     def _begin_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not self._is_recorded():
             return
@@ -472,20 +544,25 @@ class Recorder:
         gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
         self._read = self._digest(gradients, "read")
 
+    @_observes
     def _end_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if self._is_recorded():
             self._write_step(optimizer)
             self._passes, self._before, self._after_backward = [], None, None
             self._before_clipping, self._clipping = None, ""
             self._last_values, self._values, self._tensors = self._values, {}, {}
+            self._skipped = {}
             self._begin_pass()
         elif os.getpid() != self._pid or self._torch.compiler.is_compiling():
             return
         self._step += 1
-        self._is_on = self._selection.has_step(self._step) and self._size < _MAX_BYTES
+        self._is_on = self._selection.has_step(self._step) and not self._is_over
         self._stack.clear()
-        if self._selection.is_over(self._step) or self._size >= _MAX_BYTES:
-            self._close()
+        if self._selection.is_over(self._step):
+            self.end()
+            for hook in self._module_hooks:
+                hook.remove()
+            self._module_hooks = []
 
     def _write_step(self, optimizer: Any) -> None:
         parameters = self._name_parameters(_list_parameters(optimizer))
@@ -512,12 +589,13 @@ class Recorder:
             parameters=self._digest(parameters, "parameters"),
             random=digest_generators(),
             values=self._values,
+            skipped=tuple(self._skipped),
         )
-        self._write(encode("step", line))
         if self._selection.tensors and self._tensors:
             from safetensors.torch import save_file  # noqa: PLC0415 - rarely needed
 
-            save_file(self._tensors, self._folder / f"numerics-{self._step}.safetensors")
+            save_file(self._tensors, self._folder / TENSORS_FILE.format(self._step))
+        self._write(encode("step", line))
 
     # Tensors
 
@@ -530,13 +608,13 @@ class Recorder:
                 digest = digest_tensor(tensor)
                 summary = self._values.get(digest) or self._last_values.get(digest) or summarize(tensor)
             except (RuntimeError, TypeError, NotImplementedError):  # of a subclass, quantized, nested
+                self._skipped[name] = None
                 continue
             entries.append((name, digest))
             if summary is not None:
                 self._values[digest] = summary
             if self._selection.tensors:
-                values = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                self._tensors[f"{stage}/{name}"] = values.detach().to("cpu", copy=True).contiguous()
+                self._tensors[f"{stage}/{name}"] = copy_values(tensor)
         return tuple(entries)
 
     def _name_parameters(self, parameters: Iterable[Any]) -> dict[str, Any]:
@@ -571,23 +649,43 @@ class Recorder:
             self._file = (self._folder / FILE).open("a", encoding="utf-8")
             self._size = self._file.tell()
             self._put(encode("run", self._describe_run()))
-        self._put(line)
+        if line:
+            self._put(line)
 
     def _put(self, line: str) -> None:
-        try:
-            self._file.write(line)
-            self._file.flush()
-            self._size += len(line)
-        except OSError:  # a record must not end a training on a full disk
-            self._size = _MAX_BYTES
+        self._file.write(line)
+        self._file.flush()
+        self._size += len(line)
+        if self._size >= _MAX_BYTES:
+            self._end(f"the file reached {_MAX_BYTES >> 20} MiB")
 
-    def _close(self) -> None:
-        if self._file is not None and not self._file.closed:
-            if self._size >= _MAX_BYTES:
-                self._put(
-                    encode("end", {"reason": f"the file reached {_MAX_BYTES >> 20} MiB, or the disk is full"})
-                )
-            self._file.close()
+    def end(self) -> None:
+        """Write that the record is complete: of a process that was ended from outside, or of a run that goes on, it is not."""
+        if self._is_over or os.getpid() != self._pid:
+            return
+        with suppress(OSError, ValueError):
+            if self._file is None:
+                self._write("")
+            self._end("")
+
+    def fail(self, error: Exception) -> None:
+        """End the record at an error; the training goes on."""
+        if self._is_over:
+            return
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, OSError):
+            reason = f"cannot write {self._folder}: {error.strerror}"
+        print(f"accel: the record of numbers ends in step {self._step}: {reason}", file=sys.stderr)  # noqa: T201
+        self._is_on, self._is_over = False, True
+        with suppress(OSError, ValueError):
+            if self._file is None:
+                self._write("")
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        self._is_on, self._is_over = False, True
+        self._file.write(encode("end", {"reason": reason}))
+        self._file.close()
 
     def _describe_run(self) -> RunHead:
         torch, environ = self._torch, self._environ
@@ -606,8 +704,9 @@ class Recorder:
             "accel": __version__,
             "cuda": torch.version.cuda,
             "numpy": getattr(sys.modules.get("numpy"), "__version__", None),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_initialized() else "cpu",
-            "processor": platform.machine(),
+            "device": _find_device(torch),
+            "processor": _find_processor(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
         }
         variables = {name: value for name, value in sorted(environ.items()) if name.startswith(_VARIABLES)}
         with suppress(SettingsError):
@@ -623,6 +722,23 @@ class Recorder:
             selection=asdict(self._selection),
             settings={name: str(value) for name, value in settings.items() if value is not None},
         )
+
+
+def _find_device(torch: ModuleType) -> str:
+    if torch.cuda.is_initialized():
+        name: str = torch.cuda.get_device_name()
+        return name
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or accelerator.type == "cuda" else accelerator.type
+
+
+def _find_processor() -> str:
+    """Return the model of the processor, on which the kernels that libraries choose depend."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _find_changed(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:

@@ -99,15 +99,54 @@ def test_nothing_is_recorded_without_the_option(cwd, train):
     name = run_accel("runs", cwd=cwd).stdout.splitlines()[1].split("\t")[0]
     process = run_accel("diff", name, name, cwd=cwd)
     assert process.returncode == 2
-    assert (
-        "it has no recorded step. Launch it again with accel launch --record-numerics all." in process.stderr
-    )
+    assert "it has no recorded step, since it was launched without a record" in process.stderr
 
 
 def test_a_choice_of_steps_that_is_invalid_is_refused(cwd, train):
     process = run_accel("launch", "--dry-run", "--record-numerics", "sometimes", train, cwd=cwd)
     assert process.returncode == 2
     assert "expected all, every:N or steps:A-B" in process.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--record-numerics", "SCRIPT"),
+        ("--record-numerics", "--cpu", "SCRIPT"),
+        ("--cpu", "--record-numerics=all", "SCRIPT"),
+        ("--nproc-per-node", "2", "--record-numerics", "all", "SCRIPT"),
+    ],
+)
+def test_all_steps_are_recorded_without_a_value(cwd, train, words):
+    names = [str(train) if word == "SCRIPT" else word for word in words]
+    process = run_accel("launch", "--dry-run", *names, "--record-numerics", cwd=cwd)
+    assert process.returncode == 0, process.stderr
+    assert "ACCEL_RECORD_NUMERICS=all" in process.stdout
+    assert "--record-numerics" in process.stdout.rpartition(str(train))[2]
+
+
+def test_nothing_is_launched_before_the_arguments_are_valid(cwd, train):
+    for words, message in (
+        ((train, "missing.py"), "Cannot run 'missing.py': no such file."),
+        ((train, train, "--html", cwd / "no" / "page.html"), "is no folder. Name another file."),
+        ((train, train, "--record-numerics", "sometimes"), "expected all, every:N or steps:A-B"),
+        ((train, "--vary", "strategy=ddp,other"), "expected ddp or fully_shard"),
+        ((train, "nothing-of-this-name"), "No runs found"),
+    ):
+        process = run_accel("diff", *words, cwd=cwd)
+        assert (process.returncode, message in process.stderr) == (2, True), process.stderr
+        assert "recording" not in process.stderr
+
+
+def test_scripts_that_fail_or_never_step_are_not_compared(cwd, script):
+    fails = script("raise SystemExit(3)", "fails.py")
+    process = run_accel("diff", "--cpu", fails, fails, "--log-dir", cwd / "logs", cwd=cwd)
+    assert process.returncode == 2
+    assert "fails.py ended with code 3. Run it alone" in process.stderr
+    still = script("import torch\ntorch.nn.Linear(2, 1)(torch.ones(2)).backward()\n", "still.py")
+    process = run_accel("diff", "--cpu", still, still, "--log-dir", cwd / "logs", cwd=cwd)
+    assert process.returncode == 2
+    assert "no optimizer of torch has stepped" in process.stderr
 
 
 def test_a_program_is_not_recorded(cwd):

@@ -7,7 +7,7 @@ import torch
 
 from accel_cli.extensions.numerics.bounds import measure_difference
 from accel_runtime.extensions.numerics.digests import digest_tensor, list_batches, summarize
-from accel_runtime.extensions.numerics.record import Selection, Summary
+from accel_runtime.extensions.numerics.record import VERSION, RunHead, Selection, Summary, encode, read_record
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, (1 << 16) - 1, (1 << 16) + 5, 64 * (1 << 16) + 3])
@@ -83,3 +83,32 @@ def test_a_selection_has_its_steps():
 def test_an_invalid_selection_is_refused(text):
     with pytest.raises(ValueError, match="expected all, every:N or steps:A-B"):
         Selection.parse(text)
+
+
+def test_a_record_that_is_cut_has_its_whole_lines_and_no_end(tmp_path):
+    path = tmp_path / "numerics.jsonl"
+    path.write_text(f'{HEAD}{{"kind":"end","reason":""}}\n{{"kind":"st')
+    assert read_record(path).end == ""
+    path.write_text(f'{HEAD}{{"kind":"en')
+    assert read_record(path).end is None
+    path.write_text(HEAD[:20])
+    assert read_record(path) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{garbage\n", "line 2 is no record"),
+        ('{"kind":"step","step":1}\n', "line 2 is no record"),
+        ("[1]\n", "line 2 is no record"),
+        ('{"kind":"run","version":999}\n', "its version is 999"),
+    ],
+)
+def test_a_record_that_is_damaged_or_of_another_version_is_refused(tmp_path, text, message):
+    path = tmp_path / "numerics.jsonl"
+    path.write_text(HEAD + text)
+    with pytest.raises(ValueError, match=message):
+        read_record(path)
+
+
+HEAD = encode("run", RunHead(VERSION, 0, 1, "host", {"every": 1}, {}))

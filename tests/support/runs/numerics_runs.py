@@ -5,6 +5,7 @@ This file is both sides. Tests use `record_runs`; a forked process calls `run_ra
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -91,3 +92,4 @@ def run_rank(script, folder, selection):
     sys.stderr.flush()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    atexit._run_exitfuncs()  # which a forked process does not reach, and which write the end of the record
