@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from support.data_sets import PythonRandomSampler, PythonShuffledSampler
+from support.pairs import pairwise_params
 from support.runs import loop_programs
 from support.runs.loop_programs import (
     DRAWS_GLOBALLY,
@@ -180,8 +181,15 @@ LEAVE = [
 ]
 
 
-@pytest.mark.parametrize("leave", LEAVE)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("leave", "way"),
+    [
+        # Each way in `make test` with half of the others.
+        pytest.param(leave, way, marks=[pytest.mark.full] * (way != "resume" and (at + WAYS.index(way)) % 2))
+        for at, leave in enumerate(LEAVE)
+        for way in WAYS
+    ],
+)
 def test_a_loop_that_was_left_before_a_save_is_not_continued(leave, way, tmp_path):
     """The next iteration is the next epoch, as without the interruption."""
     accelerator, in_order, shuffled = start(way)
@@ -205,106 +213,6 @@ def test_a_loader_state_of_a_loop_that_was_left_begins_the_next_epoch(leave):
     for loader, state in zip(loaders, states, strict=True):
         loader.load_state_dict(state)
     assert [read(loader) for loader in loaders] == expected
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_iterator_that_is_kept_is_running(way, tmp_path):
-    accelerator, in_order, shuffled = start(way)
-    iterators = [iter(in_order), iter(shuffled)]
-    for iterator in iterators:
-        next(iterator), next(iterator)
-    accelerator.save_state(tmp_path / "saved")
-    expected = [read(iterator) for iterator in iterators], read(in_order), read(shuffled)
-    _, in_order, shuffled = load(way, tmp_path / "saved")
-    num_done = 2 if way == "load_state" else 0
-    assert (
-        [read(loader)[num_done:] for loader in (in_order, shuffled)],
-        read(in_order),
-        read(shuffled),
-    ) == expected
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_evaluation_that_was_cut_short_begins_at_its_first_batch_after_a_resume(way, tmp_path):
-    accelerator, val, train = start(way)
-    for step, _ in enumerate(train):
-        if step % 2 == 1:
-            for at, _ in enumerate(val):
-                if at == 2:
-                    break
-        if step == 2:
-            accelerator.save_state(tmp_path / "saved")
-            break
-    _, val, train = load(way, tmp_path / "saved")
-    num_done = 3 if way == "load_state" else 0
-    for _ in islice(train, num_done, num_done + 1):
-        assert read(val, 2) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_that_was_left_after_some_steps_begins_the_next_epoch_after_a_resume(way, tmp_path):
-    accelerator, val, train = start(way)
-    for step, _ in enumerate(train, 1):
-        if step == 3:
-            break
-    accelerator.save_state(tmp_path / "saved")
-    expected = read(val), read(train), read(train)
-    _, val, train = load(way, tmp_path / "saved")
-    assert (read(val), read(train), read(train)) == expected
-
-
-def evaluate_and_save(way, folder):
-    """Save in the second evaluation within training; return what follows, if the script leaves the evaluation or not."""
-    events = {}
-    for leaves in (False, True):
-        accelerator, val, train = start(way)
-        following = events[leaves] = []
-        for step, batch in enumerate(train):
-            following.append(("train", batch.tolist()))
-            for at, numbers in enumerate(val):
-                following.append(("val", numbers.tolist()))
-                if (step, at) == (1, 1):
-                    accelerator.save_state(folder / f"{leaves}")
-                    following.clear()
-                    if leaves:
-                        break
-    return events
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_script_that_saves_within_an_evaluation_may_finish_it_first(way, tmp_path):
-    expected = evaluate_and_save(way, tmp_path)[False]
-    _, val, train = load(way, tmp_path / "False")
-    skip_val, skip_train = (2, 2) if way == "load_state" else (0, 0)
-    events = [("val", batch) for batch in read(val)[skip_val:]]
-    for batch in islice(train, skip_train, None):
-        events += [("train", batch.tolist()), *(("val", numbers) for numbers in read(val))]
-    assert events == expected
-
-
-@pytest.mark.parametrize("way", ["resume", "stateful"])
-def test_a_script_that_saves_within_an_evaluation_may_leave_out_the_rest_of_it(way, tmp_path):
-    """Training continues, and the next evaluation is the next epoch, from its first batch."""
-    expected = evaluate_and_save(way, tmp_path)[True]
-    _, val, train = load(way, tmp_path / "False")
-    events = []
-    for batch in train:
-        events += [("train", batch.tolist()), *(("val", numbers) for numbers in read(val))]
-    assert events == expected
-
-
-@pytest.mark.parametrize("step", range(1, 6))
-def test_zipped_loaders_all_continue_from_every_step(step, tmp_path):
-    accelerator, in_order, shuffled = start("resume")
-    batches = zip(shuffled, in_order, strict=True)
-    for _ in range(step):
-        next(batches)
-    accelerator.save_state(tmp_path / "saved")
-    expected = [(first.tolist(), second.tolist()) for first, second in batches]
-    _, in_order, shuffled = load("resume", tmp_path / "saved")
-    assert [
-        (first.tolist(), second.tolist()) for first, second in zip(shuffled, in_order, strict=True)
-    ] == expected
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -358,120 +266,6 @@ def test_a_loop_that_was_left_on_two_ranks_is_not_continued(pair, options, data,
     assert pair.run(load_with_options, way, str(tmp_path / "saved"), options, data) == expected
 
 
-def test_a_loader_that_was_not_iterated_over_begins_its_first_epoch_after_a_resume(tmp_path):
-    accelerator, in_order, shuffled = start("resume")
-    read(in_order)
-    accelerator.save_state(tmp_path / "saved")
-    expected = read(shuffled), shuffled.epoch
-    _, in_order, shuffled = load("resume", tmp_path / "saved")
-    assert (read(shuffled), shuffled.epoch) == expected
-
-
-def check_every_save(program, method, folder):
-    expected = run_program(program, str(folder), method=method, saves=None)
-    for position in expected.positions:
-        if position.allows(method, "inner first", None):
-            resumed = continue_program(program, position, f"{folder}/resumed", method=method)
-            assert resumed.events == expected.after(position), f"saved after {position.num_events} events"
-
-
-def test_zipped_loaders_that_were_saved_at_their_last_batch_begin_their_next_epoch(tmp_path):
-    """`zip` ends with the first loader: the second has an iterator, but is not advanced again."""
-    loaders = (Data("in order", 2, 1), Data("generator", 2, 1))
-    check_every_save(Program(loaders, (Epochs(2, (Loop((0, 1), (Save(),)),)),)), "resume", tmp_path)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_iterator_that_is_created_again_and_dropped_after_a_resume_has_left_the_epoch(method, tmp_path):
-    """`iterator = iter(loader)`, which continues the epoch, then `del iterator`: the next iteration is the next epoch."""
-    program = Program((Data("generator", 4, 1),), (Manual(0, (Advance(0), Save())), Loop((0,))))
-    check_every_save(program, method, tmp_path)
-
-
-LEFT_EPOCHS = {
-    "saved at the last batch": (Loop((0,), (Save(),)),),
-    "left": (Loop((0,), (Save(),), stop=2), Save()),
-    "dropped": (Manual(0, (Advance(0), Save(), Advance(0), Save())),),
-}
-
-
-@pytest.mark.parametrize(
-    ("method", "kind", "seedable", "end"),
-    [
-        pytest.param(
-            method,
-            kind,
-            seedable,
-            end,
-            id=f"{method}, {'seedable' if seedable else kind}, {end}",
-        )
-        for method in METHODS
-        for kind, seedable in (("generator", False), ("shuffled", True))
-        for end in LEFT_EPOCHS
-    ],
-)
-def test_an_epoch_that_was_interrupted_twice_is_followed_by_the_same_epoch(
-    method, kind, seedable, end, tmp_path
-):
-    program = Program((Data(kind, 6, 1),), (*LEFT_EPOCHS[end], Loop((0,))), seedable=seedable)
-    expected = run_program(program, str(tmp_path), method=method, saves=None)
-    for position in expected.positions:
-        first = continue_program(
-            program, position, f"{tmp_path}/{position.num_events}", method=method, saves=None
-        )
-        assert first.events == expected.after(position)
-        for later in first.positions:
-            if later.allows(method, "inner first", None):
-                second = continue_program(program, later, f"{tmp_path}/twice", method=method, seed=3)
-                assert second.events == first.after(later)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_set_epoch_after_a_resume_keeps_the_generator_of_the_loader(method, tmp_path):
-    """The next order is drawn from the generator as it was saved, not as the new process has seeded it."""
-    program = Program((Data("generator", 6, 1),), (Loop((0,)), Save(), SetEpoch(0, 3), Loop((0,))))
-    check_every_save(program, method, tmp_path)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("order", ["inner first", "outer first"])
-def test_a_loop_that_begins_before_the_loops_around_it_continue_is_inside_of_them(method, order, tmp_path):
-    """A script finishes the body of its inner loops after a resume, saves there, and is interrupted again."""
-    body = (Loop((1,), (Save(), Loop((2,), (Save(),)))), Loop((1,), (Save(),)))
-    program = Program((Data(count=2, batch=1),) * 3, (Loop((0,), body), Save()))
-    options = {"method": method, "order": order}
-    expected = run_program(program, str(tmp_path), method=method, saves=None)
-    for number, position in enumerate(expected.positions):
-        if not position.allows(method, order, None):
-            continue
-        first = continue_program(program, position, f"{tmp_path}/{number}", **options, saves=None)
-        assert first.events == expected.after(position)
-        for later in first.positions:
-            if later.allows(method, order, None):
-                second = continue_program(program, later, f"{tmp_path}/twice", **options, seed=3)
-                assert second.events == first.after(later)
-
-
-PERSISTENT = {
-    "a loop that skips batches": Program(
-        (Data("stream", 2, 1, workers=1, persistent=True),),
-        (Loop((0,), (Draw(),)), Save(), Loop((0,), (Save(), Draw()), skip=1), Loop((0,), (Save(), Draw()))),
-    ),
-    "a number of the epoch": Program(
-        (Data("in order", 2, 1), Data("stream of the epoch", 2, 1, workers=1, persistent=True)),
-        (Loop((0,), (Loop((1,), (Save(),)),)), Save()),
-    ),
-}
-"""Programs in which persistent workers must be what those of the resumed run are."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", PERSISTENT)
-def test_persistent_workers_keep_their_seed_and_get_the_number_of_the_epoch(kind, method, tmp_path):
-    check_every_save(PERSISTENT[kind], method, tmp_path)
-
-
 @pytest.mark.parametrize("make", [PythonRandomSampler, PythonShuffledSampler])
 def test_a_resume_warns_of_a_sampler_whose_order_cannot_be_drawn_again(make, tmp_path, caplog):
     """A sampler that draws from the generator of the script, in turn with it, yields other samples after a resume."""
@@ -496,30 +290,6 @@ def test_a_resume_warns_of_a_sampler_whose_order_cannot_be_drawn_again(make, tmp
         if "cannot be continued exactly" in record.getMessage()
     ]
     assert len(texts) == (make is PythonRandomSampler)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "resume",
-        "stateful",
-        *(
-            pytest.param(
-                method,
-                marks=pytest.mark.xfail(
-                    strict=True,
-                    reason="the sample that was read ahead is read again with other random numbers",
-                ),
-            )
-            for method in ("skip_first_batches", "continue")
-        ),
-    ],
-)
-def test_random_numbers_of_a_stateful_stream_continue_with_every_method(method, tmp_path):
-    program = Program(
-        (Data("stateful stream", 4, 1, augmented=True),), (Loop((0,), (Save(),)), Draw(), Loop((0,)))
-    )
-    check_every_save(program, method, tmp_path)
 
 
 # Loaders that begin again in the body of a loop ----------------------------------------------
@@ -685,7 +455,7 @@ def test_a_loader_that_begins_again_in_the_body_continues_after_every_save(pair_
     check_pairs(pair_loaders, str(tmp_path), lambda call, *args: call(*args))
 
 
-@pytest.mark.parametrize("pair_loaders", [pair_with_zip, pair_with_next, pair_with_a_new_iterator])
+@pytest.mark.parametrize("pair_loaders", [pair_with_zip, pair_with_a_new_iterator])
 def test_a_loader_that_begins_again_on_two_ranks_continues_after_every_save(pair, pair_loaders, tmp_path):
     def run(call, *args):
         first, second = pair.run(call, *args)
@@ -792,6 +562,136 @@ def test_an_evaluation_whose_iterator_is_still_there_begins_at_its_first_batch_a
     assert read(val, 1) == [[0, 1]]
 
 
+# Named programs -----------------------------------------------------------------------------
+
+
+def check_interruptions(program, method, order, folder, choose=None):
+    """Compare continuations of a program with the uninterrupted run, each with the loops that continue.
+
+    Each is interrupted again. Without `choose`, at every save, and at the first one after it; else at up to three saves
+    and a later one that `choose(n)` returns, a number from 1 to n.
+    """
+    if choose is None:
+        saves, expected = None, run_program(program, folder, method=method, saves=None)
+    else:
+        dry = run_program(program, folder, method=method)
+        assume(dry.num_saves and len(dry.events) < 300)
+        saves = frozenset(choose(dry.num_saves) for _ in range(3))
+        expected = run_program(program, folder, method=method, saves=saves)
+        assert expected.events == dry.events, "saves change the run"
+    for position, number in zip(
+        expected.positions, sorted(saves or range(1, 1 + expected.num_saves)), strict=True
+    ):
+        for depth in (None, *range(1, len(position.loops))):
+            if position.allows(method, order, depth):
+                where = f"save {number}, method {method}, {order}, loops that continue: {depth or 'all'}"
+                wanted = expected.after(position)
+                if depth is not None:
+                    options = {"saves": frozenset({number}), "abandon": (number, depth)}
+                    left = run_program(program, f"{folder}/left", method=method, **options)
+                    wanted = left.after(left.positions[0])
+                again = number % 2 == 0 if choose is None else choose(2) == 2
+                later = frozenset({1})
+                if choose is not None:
+                    later = frozenset({choose(4)}) if choose(2) == 2 else frozenset()
+                resumed = continue_program(
+                    program,
+                    position,
+                    f"{folder}/{number}-{depth}",
+                    method=method,
+                    order=order,
+                    depth=depth,
+                    saves=later,
+                    again=again,
+                )
+                assert resumed.events == wanted, where + ", saved again" * again
+                for second in resumed.positions:
+                    if second.allows(method, order, None):
+                        once_more = continue_program(
+                            program, second, f"{folder}/twice", method=method, order=order, seed=5
+                        )
+                        assert once_more.events == resumed.after(second), f"{where}, and later"
+
+
+IN_ORDER, GENERATOR = Data("in order", 4, 1), Data("generator", 6, 2)
+BOTH = (IN_ORDER, GENERATOR)
+PROGRAMS = {
+    "iterators are kept": Program(
+        BOTH, (Manual(0, (Manual(1, (Advance(0, 2), Advance(1), Save(), Advance(1), Advance(0))),)), Loop((0,)), Loop((1,)))
+    ),
+    "an iterator is dropped": Program((GENERATOR,), (Manual(0, (Advance(0), Save())), Loop((0,)))),
+    "an evaluation is cut short": Program(BOTH, (Loop((1,), (Loop((0,), stop=2), Save())),)),
+    "an evaluation is interrupted": Program(
+        (Data("in order", 3, 2), Data("generator", 4, 2)), (Loop((1,), (Loop((0,), (Save(),)),)),)
+    ),
+    "a loader is new": Program(BOTH, (Loop((0,)), Save(), Loop((1,)))),
+    "loaders are zipped": Program(BOTH, (Loop((1, 0), (Save(),)),)),
+    # `zip` ends with the first loader: the second has an iterator, but is not advanced again.
+    "zipped loaders end": Program((Data("in order", 2, 1), Data("generator", 2, 1)), (Epochs(2, (Loop((0, 1), (Save(),)),)),)),
+    # The next order is drawn from the generator as it was saved, not as the new process has seeded it.
+    "an epoch is set": Program((GENERATOR,), (Loop((0,)), Save(), SetEpoch(0, 3), Loop((0,)))),
+    # The rest of the body of the inner loops is run before the loops around it are entered, and saved there.
+    "a loop begins before those around it": Program(
+        (Data(count=2, batch=1), Data(count=2, batch=1), Data(count=1, batch=1)),
+        (Loop((0,), (Loop((1,), (Save(), Loop((2,), (Save(),)))), Loop((1,), (Save(),)))), Save()),
+    ),
+} | {
+    f"{'seedable' if seedable else 'own order'}, {end}": Program((Data(kind, 4, 1),), (*body, Loop((0,))), seedable=seedable)
+    for kind, seedable in (("generator", False), ("shuffled", True))
+    for end, body in {
+        "ended": (Loop((0,), (Save(),)),),
+        "left": (Loop((0,), (Save(),), stop=2), Save()),
+        "dropped": (Manual(0, (Advance(0), Save(), Advance(0), Save())),),
+    }.items()
+}  # fmt: skip
+ORDERS = ["inner first", "outer first"]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "order"), pairwise_params({"name": list(PROGRAMS), "method": METHODS, "order": ORDERS})
+)
+def test_a_program_continues_from_every_save(name, method, order, tmp_path):
+    check_interruptions(PROGRAMS[name], method, order, str(tmp_path))
+
+
+WITH_WORKERS = {
+    # Workers that persist keep their seed, and get the number of the epoch.
+    "a loop that skips batches": Program(
+        (Data("stream", 2, 1, workers=1, persistent=True),),
+        (Loop((0,), (Draw(),)), Save(), Loop((0,), (Save(), Draw()), skip=1), Loop((0,), (Save(), Draw()))),
+    ),
+    "a number of the epoch": Program(
+        (Data("in order", 2, 1), Data("stream of the epoch", 2, 1, workers=1, persistent=True)),
+        (Loop((0,), (Loop((1,), (Save(),)),)), Save()),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_a_program_with_persistent_workers_continues_from_every_save(name, method, tmp_path):
+    check_interruptions(WITH_WORKERS[name], method, "inner first", str(tmp_path))
+
+
+READ_AGAIN = pytest.mark.xfail(
+    strict=True, reason="the sample that was read ahead is read again with other random numbers"
+)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[] if method in {"resume", "stateful"} else READ_AGAIN)
+        for method in METHODS
+    ],
+)
+def test_random_numbers_of_a_stateful_stream_continue_with_every_method(method, tmp_path):
+    loader = Data("stateful stream", 4, 1, augmented=True)
+    program = Program((loader,), (Loop((0,), (Save(),)), Draw(), Loop((0,))))
+    check_interruptions(program, method, "inner first", str(tmp_path))
+
+
 # Generated programs -------------------------------------------------------------------------
 
 
@@ -895,50 +795,6 @@ def build_programs(draw, features):
     return Program(loaders, (*body, *after), draw(st.booleans()), False)
 
 
-def check_interruptions(program, method, order, choose, folder, *, twice=True):  # noqa: PLR0913
-    """Interrupt a program at up to three saves, and compare each continuation with the uninterrupted run."""
-    dry = run_program(program, folder, method=method)
-    assume(dry.num_saves and len(dry.events) < 300)
-    saves = {choose(dry.num_saves) for _ in range(3)}
-    expected = run_program(program, folder, method=method, saves=frozenset(saves))
-    assert expected.events == dry.events, "saves change the run"
-    for position, number in zip(expected.positions, sorted(saves), strict=True):
-        for depth in (None, *range(1, len(position.loops))):
-            if not position.allows(method, order, depth):
-                continue
-            note(
-                f"interrupted at save {number}, method {method}, {order}, loops that continue: {depth or 'all'}"
-            )
-            reference = expected
-            if depth is not None:
-                reference = run_program(
-                    program,
-                    f"{folder}/left",
-                    method=method,
-                    saves=frozenset({number}),
-                    abandon=(number, depth),
-                )
-                position_left = reference.positions[0]
-                wanted = reference.after(position_left)
-            else:
-                wanted = expected.after(position)
-            again = twice and choose(2) == 2
-            later = frozenset({choose(4)}) if twice and choose(2) == 2 else frozenset()
-            folder_2 = f"{folder}/{number}-{depth}"
-            resumed = continue_program(
-                program, position, folder_2, method=method, order=order, depth=depth, saves=later, again=again
-            )
-            assert resumed.events == wanted, f"interrupted at save {number}" + " and saved again" * again
-            for second in resumed.positions:
-                if second.allows(method, order, None):
-                    once_more = continue_program(
-                        program, second, f"{folder_2}/2", method=method, order=order, seed=5
-                    )
-                    assert once_more.events == resumed.after(second), (
-                        f"interrupted at save {number} and later"
-                    )
-
-
 ALL = Features()
 ON_ANY_WORLD_SIZE = Features(
     kinds=tuple(kind for kind in (*ORDERED, *STREAMS) if kind not in DRAWS_GLOBALLY and "split" not in kind),
@@ -963,10 +819,10 @@ def check_generated_program(data, features, method):
     in_turn = features.augmented_streams and method in {"resume", "stateful"}
     features = replace(features, augmented_streams=in_turn)
     program = data.draw(build_programs(features))
-    order = data.draw(st.sampled_from(["inner first", "outer first"]))
+    order = data.draw(st.sampled_from(ORDERS))
     note(f"{program}\n--")
     with tempfile.TemporaryDirectory() as folder:
-        check_interruptions(program, method, order, lambda n: data.draw(st.integers(1, n)), folder)
+        check_interruptions(program, method, order, folder, lambda n: data.draw(st.integers(1, n)))
 
 
 @pytest.mark.parametrize("method", METHODS)
