@@ -205,6 +205,20 @@ MUTATIONS = (
         ("tests/runtime/test_accumulation.py::test_accumulating_for_alternating_models_is_reported_once",),
     ),
     Mutation(
+        "loop that begins before those around it continue",
+        "accel_runtime.data.active_loops:ActiveLoops.find_depth",
+        return_value("0"),
+        ("tests/runtime/data/test_interrupted_programs.py::test_a_program_continues_from_every_save",),
+    ),
+    Mutation(
+        "gradients of a cycle on another world size",
+        "accel_runtime.checkpoint.training_state:_average",
+        return_value("dict(by_rank[0])"),
+        (
+            "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
+        ),
+    ),
+    Mutation(
         "several micro-batches of the last batch",
         "accel_runtime.data.epoch_ends:EpochEnds._count_calls_of_batch",
         set_value("is_same", "False"),
