@@ -689,7 +689,8 @@ def write_note(models, weights, output_dir):
 @few(2)
 def test_damage_to_any_file_is_named_and_changes_nothing(case, number):
     """Verification finds it. A load does too before it changes anything or calls a hook, unless it does not read those bytes."""
-    check_damage(case, DAMAGES, number)
+    another_step = {"another step": lambda data, *_: data.replace(b'"step":4', b'"step":5')}
+    check_damage(case, DAMAGES | another_step, number)
 
 
 @pytest.mark.full
