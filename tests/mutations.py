@@ -78,6 +78,14 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "replay that differs",
+        "accel_runtime.checks.replay:_find_difference",
+        return_value("None"),
+        (
+            "tests/runtime/checks/test_replay.py::test_a_result_that_differs_names_rank_device_host_and_module",
+        ),
+    ),
+    Mutation(
         "end of a run in progress sinks",
         "accel_cli.runs.sink_threads:ProgressSinks.close",
         skip_call("_end"),

@@ -284,6 +284,15 @@ RUNTIME = (
         "weight that stays on the device",
     ),
     Promise(
+        "Replay",
+        "A result of a forward or backward pass that differs when the pass is repeated is reported with its rank and module.",
+        (
+            "tests/runtime/checks/test_replay.py::test_a_result_that_differs_names_rank_device_host_and_module",
+            "tests/runtime/checks/test_replay.py::test_nothing_is_reported_of_a_deterministic_model_and_its_training_stays_the_same",
+        ),
+        "replay that differs",
+    ),
+    Promise(
         "Save before preemption",
         "accelerator.preempted() returns True on all processes at the same step.",
         (

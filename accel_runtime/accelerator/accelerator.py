@@ -432,6 +432,26 @@ class Accelerator(ProcessMethods):
         """
         return self._steps.forward_backward(model, inputs, targets, loss_fn, weight)
 
+    def check_replay(self, every: int = 100) -> None:
+        """Run the passes of one in `every` micro-batches again, and warn about results that differ.
+
+        Before that forward pass of each prepared model in training mode, its forward and backward pass run twice, from the same
+        inputs, parameters, buffers and states of random number generators. The warning names the rank, the device, the host, and
+        the first module whose output, or parameter whose gradient, differs; a third pass, and two with
+        `torch.use_deterministic_algorithms`, tell a nondeterministic kernel from silent corruption where this is possible. The
+        training stays the same to the bit. Call it after `prepare`; a later call replaces an earlier one.
+
+        The gradients are those of a fixed function of the outputs, without loss and exchange. A model that is compiled is
+        replayed without `torch.compile`.
+
+        Args:
+            every: The number of forward passes of which the first is checked; that adds two forward and two backward passes to it.
+
+        Raises:
+            ValueError: `every` is less than 1, no model is prepared, or the strategy of the run has no whole models on each rank.
+        """
+        self._steps.check_replay(every)
+
     def accumulate(self, *models: nn.Module) -> MicroBatch:
         """Return the context of one micro-batch; gradients synchronize and optimizers step at the end of a cycle.
 

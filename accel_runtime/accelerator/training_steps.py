@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from accel_runtime.accelerator.run import Run
+from accel_runtime.checks.replay import ReplayCheck
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
 from accel_runtime.foundation.module_names import uncompiled_module
@@ -134,6 +135,7 @@ class TrainingSteps:
         self._triggered = False
         self._epoch_ends = EpochEnds(run.loops, run.accumulation, self._report_tail)
         self._reported_tail = False
+        self._replays: list[ReplayCheck] = []
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
@@ -211,6 +213,29 @@ class TrainingSteps:
             model, inputs, targets, loss_fn, lambda loss: self.backward(loss, weight, {}), run_backward
         )
         return self._strategy.forward_backward(training_pass)
+
+    def check_replay(self, every: int) -> None:
+        """Replay the passes of one in `every` micro-batches of the models that are prepared."""
+        if every < 1:
+            raise ValueError(
+                f"Invalid every={every} of check_replay(): expected a number of passes. Pass 1 or more."
+            )
+        strategy, models = self._run.strategy, self._run.prepared.models
+        if not models:
+            raise ValueError("check_replay() failed: no model is prepared. Call it after prepare().")
+        backend = self._run.backend
+        exchanges = backend.topology.world_size > 1 and any(
+            isinstance(part, nn.SyncBatchNorm) for model in models for part in model.modules()
+        )
+        if strategy.shards_models or backend.runtime.static_shapes or exchanges:
+            raise ValueError(
+                "check_replay() failed: a pass of this run needs other ranks, since models are sharded or split or have SyncBatchNorm, or it "
+                "compiles a program. "
+                "Check the model in a run with whole models on each rank."
+            )
+        for check in self._replays:
+            check.remove()
+        self._replays = [ReplayCheck(one, strategy.unwrap_model(one), backend, every) for one in models]
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""
