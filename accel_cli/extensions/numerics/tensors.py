@@ -53,7 +53,7 @@ class TensorFile:
             file.seek(start + begin)
             data = file.read(end - begin)
         # A module that is called twice in a step has one name.
-        checksum = xxhash.xxh3_128(f"torch.{name} {tuple(entry['shape'])}".encode())
+        checksum = xxhash.xxh3_128(bytes(f"torch.{name} {tuple(entry['shape'])}", "ascii"))
         checksum.update(data)
         if checksum.hexdigest() != digest:
             return None
