@@ -31,8 +31,8 @@ _TESTS = Path(__file__).parents[1] / "tests"
 def measure_object_store(bench: Bench) -> Table:
     """Measure seconds of a save and of a load."""
     sys.path.append(str(_TESTS))
-    services = importlib.import_module("support.services")
-    support = importlib.import_module("support.s3.server")
+    services = importlib.import_module("support.processes.services")
+    support = importlib.import_module("support.object_stores.server")
 
     commands = _make_aws_environment(bench.cwd)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -18,10 +18,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.lanes import is_in_lane, read_marks
-from support.processes import free_port
-from support.services import UnavailableError, prepare_services, skip_services
-from support.waits import limit
+from support.cases.lanes import is_in_lane, read_marks
+from support.processes.children import free_port
+from support.processes.services import UnavailableError, prepare_services, skip_services
+from support.processes.waits import limit
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may have none
     from hypothesis import HealthCheck, settings
@@ -172,7 +172,7 @@ def handmade():
 @pytest.fixture(scope="session")
 def replicas():
     """Return replicas of torch_xla's CPU device, and with SPMD; they start with the first call of a test."""
-    from support.xla_replicas import Replicas
+    from support.processes.xla_replicas import Replicas
 
     replicas_by_name = {f"xla {size}": Replicas(size) for size in (1, 2, 4)}
     replicas_by_name["spmd 4"] = Replicas(1, devices=4)
@@ -206,7 +206,7 @@ def clusters(replicas):
     """
     import cloudpickle
     import torch
-    from support.ranks import Alone, Cluster
+    from support.processes.ranks import Alone, Cluster
     from support.runs import sharded_runs
 
     # The helpers of the tests of sharding are pickled with their functions.
@@ -336,7 +336,7 @@ def aws(aws_server, monkeypatch):
 @pytest.fixture(scope="session", params=["moto", pytest.param("Ceph", marks=pytest.mark.service("Ceph"))])
 def s3_server(request, tmp_path_factory):
     """Start an S3 server, once that of moto and once that of Ceph."""
-    from support.s3.server import SERVERS
+    from support.object_stores.server import SERVERS
 
     server = SERVERS[request.param](tmp_path_factory.mktemp("s3") / "server").start()
     yield server
@@ -345,7 +345,7 @@ def s3_server(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def _s3_proxy(s3_server):
-    from support.s3.fault_proxy import FaultProxy
+    from support.object_stores.fault_proxy import FaultProxy
 
     with FaultProxy(s3_server) as proxy:
         yield proxy
@@ -368,7 +368,7 @@ def s3_url(s3_server):
 @pytest.fixture
 def terminal(cwd):
     """Return a function that opens terminals with `accel config`; close those that a failed test left open."""
-    from support.terminal import Terminal
+    from support.processes.terminal import Terminal
 
     terminals = []
 
@@ -392,7 +392,9 @@ def read_profile(home):
 def pytest_addoption(parser):
     """Add the option of `make test-services`."""
     parser.addoption(
-        "--services", action="store_true", help="install and use what tests need (support/services.py)"
+        "--services",
+        action="store_true",
+        help="install and use what tests need (support/processes/services.py)",
     )
 
 
@@ -420,7 +422,9 @@ def pytest_collection_modifyitems(config, items):
         marks = read_marks(path, is_extension=path.is_relative_to(EXTENSIONS)).items()
         for item in of_file:
             wrong = [mark for mark, is_set in marks if (item.get_closest_marker(mark) is not None) != is_set]
-            assert not wrong, f"{item.nodeid}: a lane would not find its marks {wrong}: see support/lanes.py"
+            assert not wrong, (
+                f"{item.nodeid}: a lane would not find its marks {wrong}: see support/cases/lanes.py"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -471,6 +475,6 @@ def pytest_runtest_teardown(item, nextitem):
 def pytest_sessionfinish():
     """End the interpreters that tests have forked from, and write no warnings of what tests have left behind."""
     logging.disable()
-    for name in ("support.ranks", "support.commands"):
+    for name in ("support.processes.ranks", "support.processes.commands"):
         if module := sys.modules.get(name):
             module.INTERPRETER.close()

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.fence import EXTENSIONS, HALVES, TABLES, WORDS, find_extensions, find_words, remove_rows
-from support.syntax import list_nodes, parse
+from support.sources.fence import EXTENSIONS, HALVES, TABLES, WORDS, find_extensions, find_words, remove_rows
+from support.sources.syntax import list_nodes, parse
 
 from accel_runtime.environment import installation
 from accel_runtime.environment import settings as env

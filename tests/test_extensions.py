@@ -4,8 +4,11 @@ import json
 import subprocess
 
 import pytest
-from support.commands import INTERPRETER as COMMANDS
-from support.fence import (
+from support.processes.children import ForkedProcess
+from support.processes.commands import INTERPRETER as COMMANDS
+from support.processes.interpreter import Interpreter
+from support.processes.waits import limit
+from support.sources.fence import (
     EXTENSIONS,
     ROOT,
     copy_sources,
@@ -15,11 +18,8 @@ from support.fence import (
     remove_extensions,
     restore_extensions,
 )
-from support.interpreter import Interpreter
-from support.processes import ForkedProcess
-from support.waits import limit
 
-INTERPRETER = Interpreter("support.fence", parent=COMMANDS)
+INTERPRETER = Interpreter("support.sources.fence", parent=COMMANDS)
 """The interpreter that has imported packages of others; what it has of accel is forgotten."""
 
 SCRIPT = """
@@ -69,10 +69,10 @@ def delete(tmp_path):
 
 
 def read(function, tree, *arguments):
-    """Return what a function of `support/fence.py` prints about a copy of the sources."""
+    """Return what a function of `support/sources/fence.py` prints about a copy of the sources."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ForkedProcess(
-        INTERPRETER, f"support.fence:{function}", [str(tree), *arguments], **options
+        INTERPRETER, f"support.sources.fence:{function}", [str(tree), *arguments], **options
     ) as process:
         out, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.waits import limit
+from support.processes.waits import limit
 
 ROOT = Path(__file__).parent.parent
 GPUS = torch.cuda.device_count()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support import golden
+from support.cases import golden
 from support.sources.messages import list_messages
 
 ROOT = Path(__file__).parents[1]

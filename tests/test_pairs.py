@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from support.pairs import pairwise_params
+from support.cases.pairs import pairwise_params
 
 FACTORS = {
     "ranks": [1, 2, 3],

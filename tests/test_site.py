@@ -16,7 +16,7 @@ import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
-from support.browser import open_browser, resize, set_color_scheme
+from support.processes.browser import open_browser, resize, set_color_scheme
 from support.sources.docs_reader import DOCS, blocks, commands, sides
 
 pytestmark = pytest.mark.service("Chromium")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from moto.core.utils import utcnow
-from support.processes import free_port
+from support.processes.children import free_port
 
 __all__ = ["ARGUMENTS", "ENTRYPOINT", "Host", "Run"]
 

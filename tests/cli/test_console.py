@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli import console
 from accel_runtime.environment.installation import format_python

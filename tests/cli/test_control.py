@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_for_texts, wait_until
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_for_texts, wait_until
 
 from accel_cli.control import ReplyReader
 from accel_runtime.environment import settings as env

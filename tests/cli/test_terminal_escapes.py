@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli import console
 from accel_cli.runs.run_dir import RunFolder

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 import accel_cli
 from accel_cli import worker

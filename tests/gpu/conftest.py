@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpu_rehearsal import REHEARSAL
-from support.ranks import Cluster
+from support.processes.ranks import Cluster
 
 import accel_runtime
 from accel_runtime.backends import distributed, set_current_backend

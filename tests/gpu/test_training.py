@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from support.gpu_rehearsal import REHEARSAL
-from support.models import ResidualBlock
+from support.training.models import ResidualBlock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

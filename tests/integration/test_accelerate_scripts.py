@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import preload, run_accel, run_ranks
-from support.waits import limit
+from support.processes.commands import preload, run_accel, run_ranks
+from support.processes.waits import limit
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 
 @pytest.fixture

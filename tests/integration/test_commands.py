@@ -10,9 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support import commands
-from support.commands import call_accel, run_accel
-from support.waits import limit
+from support.processes import commands
+from support.processes.commands import call_accel, run_accel
+from support.processes.waits import limit
 
 from accel_cli.main import accel
 from accel_cli.planning.machine import Machine

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import preload, run_accel
+from support.processes.commands import preload, run_accel
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import preload, run_accel
+from support.processes.commands import preload, run_accel
 
 pytestmark = pytest.mark.slow  # each takes seconds, and there are many
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import Accel, run_accel
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 BAR = 20
 IF_2 = "import os, sys, time\nrank = int(os.environ['RANK'])\nprint('begins', rank)\nif rank == 2:\n"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from support.waits import limit
+from support.processes.waits import limit
 
 from accel_cli.main import COMMANDS
 

@@ -6,9 +6,9 @@ import json
 import re
 
 import pytest
-from support.commands import run_accel
 from support.hosts.network import hosts
-from support.waits import limit
+from support.processes.commands import run_accel
+from support.processes.waits import limit
 
 SCRIPT = """
 import sys, time

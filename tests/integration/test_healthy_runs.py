@@ -12,8 +12,8 @@ import subprocess
 import time
 
 import pytest
-from support.commands import Accel, run_together
-from support.waits import limit, wait_until
+from support.processes.commands import Accel, run_together
+from support.processes.waits import limit, wait_until
 
 from accel_cli.runner.guard import list_processes
 

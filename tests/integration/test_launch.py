@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.commands import Accel, run_accel
-from support.processes import Process
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_for_texts
+from support.processes.children import Process
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_for_texts
 
 TELL = """
 import json, os, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 SCRIPT = """
 import faulthandler, os, sys

@@ -15,9 +15,9 @@ import signal
 import subprocess
 
 import pytest
-from support.commands import Accel, preload, run_accel, run_ranks
+from support.processes.commands import Accel, preload, run_accel, run_ranks
+from support.processes.waits import limit, wait_until
 from support.runs import library_scripts as script
-from support.waits import limit, wait_until
 
 pytestmark = pytest.mark.slow
 

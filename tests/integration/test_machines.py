@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts.network import Hosts, hosts
-from support.waits import limit, wait_until
+from support.processes.waits import limit, wait_until
 
 pytestmark = pytest.mark.service("root")
 MEET = ("-q", "--cpu", "--rdzv-endpoint", "h0:29400")

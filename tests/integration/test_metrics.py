@@ -9,9 +9,9 @@ import urllib.error
 import urllib.request
 
 import pytest
-from support.commands import Accel, run_accel
-from support.processes import free_port
-from support.waits import wait_until
+from support.processes.children import free_port
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import wait_until
 
 SCRIPT = """
 import time

@@ -10,8 +10,8 @@ import termios
 import time
 
 import pytest
-from support.commands import Accel, run_accel
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 LAUNCH = ("launch", "-q", "--nproc-per-node", "2")
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import find_run

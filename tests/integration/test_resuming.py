@@ -6,9 +6,9 @@ import subprocess
 import time
 
 import pytest
-from support.commands import Accel, preload, run_accel
+from support.processes.commands import Accel, preload, run_accel
+from support.processes.waits import limit, read_until
 from support.runs.slow_example import EXAMPLES, checkpointing
-from support.waits import limit, read_until
 
 FINAL = r"\d+ steps, weights [0-9a-f]{16}"
 WAIT_S = 120

@@ -6,8 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from support.commands import Accel, run_accel
-from support.waits import limit, wait_until
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import limit, wait_until
 
 from accel_cli.runs.run_dir import RunFolder
 

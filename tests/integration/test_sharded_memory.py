@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 pytestmark = pytest.mark.slow  # eight processes, with 50 million parameters
 

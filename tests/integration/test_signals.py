@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.commands import Accel
-from support.processes import Process
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.children import Process
+from support.processes.commands import Accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 from accel_cli.runner import guard
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 SLEEPS = """
 import sys, time, torch

@@ -8,9 +8,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.commands import run_accel, run_together
 from support.hosts.network import hosts
-from support.waits import limit, wait_until
+from support.processes.commands import run_accel, run_together
+from support.processes.waits import limit, wait_until
 
 TRAINS = """
 import os, sys, time

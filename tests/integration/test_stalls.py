@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from support.commands import Accel, run_accel
-from support.processes import Process
-from support.waits import wait_until
+from support.processes.children import Process
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import wait_until
 
 STALLS = """
 import time, torch

@@ -11,9 +11,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from support.commands import run_accel
-from support.processes import Process
-from support.waits import limit, wait_until
+from support.processes.children import Process
+from support.processes.commands import run_accel
+from support.processes.waits import limit, wait_until
 
 from accel_cli import worker
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 TELL = (
     "import os, sys\n"

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.commands import run_accel
-from support.processes import Process
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.children import Process
+from support.processes.commands import run_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 from accel_cli.errors import explain_os_error, explain_process_limit, explain_torch_error
 from accel_runtime.environment import settings as env

@@ -8,8 +8,8 @@ import time
 from functools import partial
 
 import pytest
-from support.commands import run_accel
 from support.launchers import page_launcher
+from support.processes.commands import run_accel
 
 UP, ENTER = "\x1b[A", "\r"
 SCRIPT = "import os, sys\nprint(os.nice(0), *sys.argv[1:], flush=True)\nsys.exit(7)\n"

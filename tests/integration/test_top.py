@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from support.commands import Accel, run_accel
-from support.terminal import CommandScreen
-from support.waits import wait_until
+from support.processes.commands import Accel, run_accel
+from support.processes.terminal import CommandScreen
+from support.processes.waits import wait_until
 
 TRAINS = """
 import os, sys, time

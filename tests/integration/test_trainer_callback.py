@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from support.commands import preload, run_accel
+from support.processes.commands import preload, run_accel
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import preload, run_accel
+from support.processes.commands import preload, run_accel
 
 TRIALS = Path(__file__).parent.parent / "trials"
 

@@ -1,8 +1,8 @@
 """The wizard on a real pseudo-terminal: its screen, its keys and its profiles."""
 
 import pytest
-from support.commands import call_accel
-from support.terminal import WITH_PROBE
+from support.processes.commands import call_accel
+from support.processes.terminal import WITH_PROBE
 
 from accel_cli.profile.layers import read_file, resolve
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau

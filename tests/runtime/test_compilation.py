@@ -9,7 +9,7 @@ from types import MethodType
 
 import pytest
 import torch
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 
 from accel_runtime import Accelerator, DynamoBackend, TorchDynamoPlugin, utils

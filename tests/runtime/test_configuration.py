@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader
 

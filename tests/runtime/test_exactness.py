@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from support.data_sets import (
+from support.training.data_sets import (
     RandomOrderSampler,
     RangeStream,
     ShardedStream,
@@ -17,8 +17,8 @@ from support.data_sets import (
     VariableBatchSampler,
     WorkerSplitStream,
 )
-from support.models import TwoLayerNet
-from support.numerics import relative_error
+from support.training.models import TwoLayerNet
+from support.training.numerics import relative_error
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import (

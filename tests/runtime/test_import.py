@@ -9,8 +9,8 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from support.commands import INTERPRETER
-from support.ranks import run_script
+from support.processes.commands import INTERPRETER
+from support.processes.ranks import run_script
 
 import accel_runtime
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import Process
-from support.waits import limit, wait_until
+from support.processes.children import Process
+from support.processes.waits import limit, wait_until
 
 from accel_runtime import (
     Accelerator,

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from support import golden
+from support.cases import golden
 
 from accel_runtime import utils
 from accel_runtime.accelerate import imports

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from unittest import mock
 
 import pytest
-from support import golden
+from support.cases import golden
 from support.sources import describe_surface
 
 import accel_runtime

@@ -8,7 +8,7 @@ import cloudpickle
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.pairs import build_pairs
+from support.cases.pairs import build_pairs
 from support.runs import training_oracle
 from support.runs.training_oracle import (
     BARS,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import TwoLayerNet, TwoPartNet
-from support.numerics import relative_error
+from support.training.models import TwoLayerNet, TwoPartNet
+from support.training.numerics import relative_error
 from torch import nn
 
 from accel_runtime import Accelerator, DistributedDataParallelKwargs

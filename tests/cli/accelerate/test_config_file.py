@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support import plans
-from support.commands import call_accel, run_accel
+from support.launchers import plans
+from support.processes.commands import call_accel, run_accel
 
 from accel_cli.accelerate.config_file import build_config
 from accel_cli.errors import ProfileError, UsageError

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.accelerate.foreign_options import translate
 from accel_cli.errors import UsageError

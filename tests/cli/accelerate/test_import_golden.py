@@ -4,9 +4,9 @@ import itertools
 import json
 
 import pytest
-from support import golden
-from support.commands import call_accel
-from support.pairs import select_pairs
+from support.cases import golden
+from support.cases.pairs import select_pairs
+from support.processes.commands import call_accel
 
 from accel_cli.accelerate.config_conversion import convert
 from accel_cli.errors import ProfileError

@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from support import golden
+from support.cases import golden
 
 from accel_cli.accelerate.config_conversion import convert, find_engine, find_engine_file, read_engine_file
 from accel_cli.accelerate.config_file import build_config

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import golden
-from support.commands import call_accel
+from support.cases import golden
+from support.processes.commands import call_accel
 
 KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
 COMMANDS = {

@@ -1,7 +1,7 @@
 """Command lines that are rejected: one message each."""
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 
 @pytest.mark.parametrize(

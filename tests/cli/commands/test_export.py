@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.commands import call_accel
+from support.processes.commands import call_accel
 from torch import nn
 
 from accel_cli.commands import checkpoint

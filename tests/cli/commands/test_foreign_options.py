@@ -7,7 +7,7 @@ import re
 from functools import partial
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.main import accel
 from accel_cli.planning.launch_options import find_foreign_option, list_foreign_options, normalize_option

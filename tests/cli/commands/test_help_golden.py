@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support import golden
-from support.commands import call_accel
+from support.cases import golden
+from support.processes.commands import call_accel
 
 from accel_cli.main import COMMANDS, accel
 

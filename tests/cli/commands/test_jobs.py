@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
 from support.launchers.slurm_answers import line
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm import service as slurm_jobs

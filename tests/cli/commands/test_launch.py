@@ -3,8 +3,8 @@
 from functools import partial
 
 import pytest
-from support import plans
-from support.commands import call_accel
+from support.launchers import plans
+from support.processes.commands import call_accel
 
 from accel_cli.commands.plan_view import format_headline
 from accel_cli.planning.launch_options import Request

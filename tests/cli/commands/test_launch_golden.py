@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import golden
-from support.commands import call_accel
+from support.cases import golden
+from support.processes.commands import call_accel
 
 import accel_cli
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices

@@ -12,8 +12,8 @@ import termios
 import time
 
 import pytest
-from support.commands import call_accel
-from support.processes import Process
+from support.processes.children import Process
+from support.processes.commands import call_accel
 from support.runs.run_folders import write_beat
 
 from accel_cli.runs.run_dir import RunFolder

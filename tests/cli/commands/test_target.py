@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from support import plans
+from support.launchers import plans
 
 from accel_cli.commands.target import check_target
 from accel_cli.errors import UsageError

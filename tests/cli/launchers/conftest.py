@@ -1,5 +1,5 @@
 """A source folder, and git in it."""
 
-from support.folders import git, tree, write
+from support.cases.folders import git, tree, write
 
 __all__ = ["git", "tree", "write"]

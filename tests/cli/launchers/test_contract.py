@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import ValidationError
-from support import plans
-from support.commands import call_accel
-from support.launchers import page_launcher
+from support.launchers import page_launcher, plans
 from support.launchers.launch_specs import build_spec
+from support.processes.commands import call_accel
 
 from accel_cli.commands.plan_view import format_plan
 from accel_cli.errors import UsageError

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.plans import prepare
+from support.launchers.plans import prepare
 
 from accel_cli.errors import UsageError
 from accel_cli.launchers.launcher import GPU_VARIABLES, LaunchSpec

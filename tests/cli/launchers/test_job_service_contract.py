@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from aws.models import keep_models
-from support.commands import call_accel
 from support.hosts import sky
 from support.hosts.kubernetes import KubernetesServer
 from support.launchers import page_launcher
 from support.launchers.launch_specs import build_spec
 from support.launchers.ray_answers import RecordedClient
 from support.launchers.slurm_answers import line
-from support.waits import wait_until
+from support.processes.commands import call_accel
+from support.processes.waits import wait_until
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes import manifests

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm.launcher import Slurm

@@ -1,7 +1,7 @@
 """The layout of models in a plan, and its errors."""
 
 import pytest
-from support import plans
+from support.launchers import plans
 
 from accel_cli.commands.plan_view import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.planning.nested_launchers import find_nested_launcher
 

@@ -2,7 +2,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from support import plans
+from support.launchers import plans
 
 from accel_cli.errors import ProfileError, UsageError
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices

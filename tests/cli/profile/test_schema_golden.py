@@ -1,7 +1,7 @@
 """The JSON schema of a profile, compared with its golden file."""
 
-from support import golden
-from support.commands import call_accel
+from support.cases import golden
+from support.processes.commands import call_accel
 
 
 def test_the_json_schema_equals_its_golden_file(capfd, home):

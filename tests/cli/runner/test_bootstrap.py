@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 from torch.distributed import DistNetworkError
 
 from accel_cli.planning.network import Endpoint

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support import golden
+from support.cases import golden
 
 from accel_cli.runner.failures import (
     ExceptionInfo,

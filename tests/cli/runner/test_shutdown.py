@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.waits import limit, wait_until
+from support.processes.waits import limit, wait_until
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel_cli.runner import guard

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from support.processes import Process
-from support.waits import wait_until
+from support.processes.children import Process
+from support.processes.waits import wait_until
 
 from accel_cli import worker
 from accel_cli.runner import stalls

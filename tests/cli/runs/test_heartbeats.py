@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.processes.waits import limit
 from support.runs.run_folders import START, write_beat
-from support.waits import limit
 
 from accel_cli.runs.heartbeats import Beat, Totals
 from accel_runtime.environment import settings as env

@@ -10,8 +10,8 @@ import sys
 import termios
 
 import pytest
-from support import golden
-from support.processes import AS_SESSION
+from support.cases import golden
+from support.processes.children import AS_SESSION
 
 from accel_cli.runs.heartbeats import Beat, Totals
 from accel_cli.runs.live_view import build_help, build_view, format_sparkline, render_lines, shorten_location

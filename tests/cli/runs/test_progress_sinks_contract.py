@@ -20,10 +20,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.commands import Accel, run_accel
-from support.processes import free_port
+from support.processes.children import free_port
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import wait_until
 from support.runs.run_folders import write_beat
-from support.waits import wait_until
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import AgentSettings

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
-from support import golden
-from support.processes import free_port
+from support.cases import golden
+from support.processes.children import free_port
 from support.runs.run_folders import write_beat
 
 from accel_cli.errors import UsageError

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 from accel_cli.extensions.report.data import read_run
 from accel_cli.runs.run_dir import RunFolder

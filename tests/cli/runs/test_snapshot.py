@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 from support.runs.run_folders import write_beat
 
 from accel_cli.runs.heartbeats import Totals

@@ -1,7 +1,7 @@
 """Questions of `accel config` with choices and suggestions, compared with golden files."""
 
 import pytest
-from support import golden
+from support.cases import golden
 
 from accel_cli.extensions.xla.tpu import Packages, Tpu, XlaDevices
 from accel_cli.launchers import LAUNCHERS

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.waits import wait_until
+from support.processes.waits import wait_until
 
 from accel_cli.errors import AccelError
 from accel_cli.extensions.deepspeed.build_operators import compile_operators

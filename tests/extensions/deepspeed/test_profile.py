@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from support import plans
-from support.commands import call_accel
+from support.launchers import plans
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker import service

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import ResidualBlock
+from support.training.models import ResidualBlock
 from torch import nn
 
 from accel_runtime import Accelerator, ParallelismConfig

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from support import commands, golden
+from support.cases import golden
+from support.processes import commands
 
 MODULE = """
 import torch

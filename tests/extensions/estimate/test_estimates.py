@@ -8,7 +8,7 @@ from contextlib import redirect_stdout
 
 import pytest
 import yaml
-from support.commands import call_accel
+from support.processes.commands import call_accel
 from support.runs.run_folders import RunWriter
 
 from accel_cli import console

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.commands import checkpoint_operations
 from accel_runtime.storage.tensor_file import MergeRequest

@@ -5,11 +5,11 @@ import signal
 import subprocess
 
 import pytest
-from support.commands import Accel, run_accel
 from support.hosts.kubernetes import KubernetesServer
 from support.hosts.network import hosts
-from support.processes import free_port
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.children import free_port
+from support.processes.commands import Accel, run_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytestmark = pytest.mark.slow
 TRAIN = """

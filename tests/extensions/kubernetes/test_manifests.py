@@ -14,10 +14,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support import golden
-from support.commands import call_accel
+from support.cases import golden
 from support.launchers import job_set_schema, pod_security, train_job_schema
 from support.launchers.launch_specs import build_spec
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.kubernetes import manifests

@@ -12,7 +12,7 @@ from unittest import mock
 
 import libcst
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.migrate import command, conversion, files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 MODELS = "from torch import nn\nclass Net(nn.Linear):\n    pass\n"
 ENGINE = (

@@ -22,9 +22,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support import golden
-from support.processes import free_port
-from support.ranks import Cluster
+from support.cases import golden
+from support.processes.children import free_port
+from support.processes.ranks import Cluster
 
 from accel_cli.extensions.migrate.conversion import migrate_script
 from accel_cli.extensions.migrate.marks import add_marks, find_marks

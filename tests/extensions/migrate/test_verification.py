@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import call_accel, run_accel
-from support.waits import limit, wait_until
+from support.processes.commands import call_accel, run_accel
+from support.processes.waits import limit, wait_until
 from torch import nn
 
 from accel_cli.errors import UsageError

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from support.commands import run_accel
 from support.hosts.network import Hosts, hosts, ip
-from support.processes import Process, free_port
-from support.waits import limit, wait_until
+from support.processes.children import Process, free_port
+from support.processes.commands import run_accel
+from support.processes.waits import limit, wait_until
 
 TRAINS = """
 import os, sys, time

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import call_accel
+from support.processes.commands import call_accel
 from support.runs.file_system import flip_bit
 from support.runs.sharded_runs import build_accelerator, set_settings, to_full
 from torch import nn

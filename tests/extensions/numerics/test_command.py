@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.commands import run_accel
+from support.processes.commands import run_accel
 
 SCRIPT = """
 import os

@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
-from support.commands import call_accel
-from support.object_store import Bucket
+from support.object_stores.folder_client import Bucket
+from support.processes.commands import call_accel
 
 from accel_cli.commands import checkpoint_operations
 from accel_runtime import Accelerator, ProjectConfiguration

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 import torch
-from support.object_store import Bucket
+from support.object_stores.folder_client import Bucket
 from support.runs.file_system import Fault
 
 from accel_runtime import Accelerator

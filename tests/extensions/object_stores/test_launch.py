@@ -6,9 +6,9 @@ import os
 from textwrap import dedent
 
 import pytest
-from support.commands import run_accel
-from support.s3.fault_proxy import Answer
-from support.s3.server import ACCESS_KEY, SECRET_KEY, client_variables
+from support.object_stores.fault_proxy import Answer
+from support.object_stores.server import ACCESS_KEY, SECRET_KEY, client_variables
+from support.processes.commands import run_accel
 
 TOKEN = "token/of+the/session/0123456789abcdef=="
 TRAIN = """

@@ -1,6 +1,6 @@
 """Checkpoints in S3, through a proxy of faults: bit-equal to those of a directory whatever the network does, or an error.
 
-The server is a real one (`support/s3/server.py`). Each rank has its own port of the proxy, so that a test can count what each
+The server is a real one (`support/object_stores/server.py`). Each rank has its own port of the proxy, so that a test can count what each
 rank has read and written.
 """
 
@@ -10,11 +10,11 @@ import os
 
 import pytest
 import torch
-from support.pairs import pairwise_params
+from support.cases.pairs import pairwise_params
+from support.object_stores.fault_proxy import Answer
+from support.object_stores.faults import LASTING, PASSING
+from support.object_stores.runs import connect, resume_and_train, start_run, train_and_save
 from support.runs.recorded_runs import train_batch
-from support.s3.fault_proxy import Answer
-from support.s3.faults import LASTING, PASSING
-from support.s3.runs import connect, resume_and_train, start_run, train_and_save
 
 from accel_runtime.storage.errors import CheckpointError
 

@@ -10,7 +10,7 @@ import random
 import time
 
 import pytest
-from support.s3.kills import (
+from support.object_stores.kills import (
     LEFTOVER_AGE_S,
     Attempt,
     Kill,
@@ -18,7 +18,7 @@ from support.s3.kills import (
     list_leftovers,
     run_until_killed,
 )
-from support.s3.runs import open_objects
+from support.object_stores.runs import open_objects
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu", "by_value")
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 from obstore import exceptions
-from support.processes import fork, wait_for_exit
-from support.s3.server import SECRET_KEY, client_variables
-from support.waits import wait_until
+from support.object_stores.server import SECRET_KEY, client_variables
+from support.processes.children import fork, wait_for_exit
+from support.processes.waits import wait_until
 
 from accel_runtime.extensions.object_stores import client_process
 from accel_runtime.extensions.object_stores.client import (

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.object_store import PIECE_BYTES, Bucket
+from support.object_stores.folder_client import PIECE_BYTES, Bucket
+from support.object_stores.runs import build_script
 from support.runs.file_system import FOREVER, Fault, Run
 from support.runs.recorded_runs import Script, start_training, train_batch
 from support.runs.sharded_runs import set_settings
-from support.s3.runs import build_script
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration

@@ -11,8 +11,8 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError, HTTPClientError
-from support.s3.fault_proxy import Answer, BlackHole, Hook, Reset, Slow
-from support.s3.server import ACCESS_KEY, REGION, SECRET_KEY, MotoServer
+from support.object_stores.fault_proxy import Answer, BlackHole, Hook, Reset, Slow
+from support.object_stores.server import ACCESS_KEY, REGION, SECRET_KEY, MotoServer
 
 WRITERS = 6
 

@@ -18,9 +18,9 @@ from runtime.storage.test_store_contract import (  # noqa: F401 - tests of the c
     test_parts_are_read_as_they_were_put_in_any_range,
     write,
 )
-from support.s3.fault_proxy import Hook
-from support.s3.faults import PASSING
-from support.s3.runs import open_objects
+from support.object_stores.fault_proxy import Hook
+from support.object_stores.faults import PASSING
+from support.object_stores.runs import open_objects
 
 from accel_runtime.extensions.object_stores.store import ObjectStore
 from accel_runtime.storage.errors import CheckpointError

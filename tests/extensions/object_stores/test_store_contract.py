@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from runtime.storage.test_store_contract import *  # noqa: F403 - the contract of every store
 from runtime.storage.test_store_contract import FAULTS, OLD, FileCase, at, read, write
-from support.object_store import PIECE_BYTES, Bucket
+from support.object_stores.folder_client import PIECE_BYTES, Bucket
 from support.runs.file_system import Fault, Run
 
 from accel_runtime.extensions.object_stores.store import LEFTOVER_AGE_S, ObjectStore

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 import pytest
 import yaml
 from pydantic import ValidationError
-from support.commands import call_accel
 from support.launchers.launch_specs import build_spec
 from support.launchers.ray_answers import RecordedClient, details
+from support.processes.commands import call_accel
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.ray.launcher import Ray

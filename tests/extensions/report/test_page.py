@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from selenium.webdriver.remote.webdriver import WebDriver
-from support.browser import open_browser, resize, set_color_scheme
-from support.commands import call_accel
+from support.processes.browser import open_browser, resize, set_color_scheme
+from support.processes.commands import call_accel
 from support.runs.run_folders import RunWriter
 
 pytestmark = pytest.mark.service("Chromium")

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plotly.offline import get_plotlyjs
-from support.commands import call_accel
+from support.processes.commands import call_accel
 from support.runs.run_folders import START, RunWriter
 
 from accel_cli.extensions.report.data import Curve, read_run

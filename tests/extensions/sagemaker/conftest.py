@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from aws.models import keep_models
-from support.folders import git, tree, write
+from support.cases.folders import git, tree, write
 
 import accel_cli.launchers  # noqa: F401 - the section of SageMaker is in its table
 from accel_cli.extensions.sagemaker import bundle

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support import commands
+from support.processes import commands
 from support.sources import docs_reader as docs
 
 ROOT = Path(__file__).parents[3]

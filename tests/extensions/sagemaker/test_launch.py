@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.extensions.sagemaker.service import SageMakerJobs
 from accel_cli.launchers.job_service import PollIntervals

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
-from support import plans
+from support.launchers import plans
 from support.launchers.launch_specs import build_spec
 
 from accel_cli.errors import UsageError

@@ -10,7 +10,7 @@ from botocore.validate import ParamValidator
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support import golden
+from support.cases import golden
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.sagemaker.launcher import SageMaker

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import torch
-from support import commands
-from support.waits import WAIT_FOR_SIGNAL, limit, read_until
+from support.processes import commands
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, read_until
 
 PROFILE = """
 schema_version: 1

@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support.commands import call_accel
 from support.launchers.launch_specs import build_spec
+from support.processes.commands import call_accel
 
 from accel_cli.errors import AccelError, UsageError
 from accel_cli.extensions.sagemaker import bundle, s3, service

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.planning.machine import Machine
 

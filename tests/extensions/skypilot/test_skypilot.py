@@ -8,9 +8,9 @@ import tarfile
 import pytest
 import yaml
 from pydantic import ValidationError
-from support.commands import call_accel
 from support.hosts import sky
 from support.launchers.launch_specs import build_spec
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.skypilot import service

@@ -9,10 +9,10 @@ import sys
 import time
 
 import pytest
-from support.commands import Accel, run_accel
+from support.processes.commands import Accel, run_accel
+from support.processes.terminal import CommandScreen
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, read_until, wait_until
 from support.runs.slow_example import checkpointing
-from support.terminal import CommandScreen
-from support.waits import WAIT_FOR_SIGNAL, limit, read_until, wait_until
 
 WAIT_S = 400
 """A generous bar for a job that hangs."""

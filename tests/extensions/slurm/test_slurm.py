@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.commands import call_accel
 from support.launchers.launch_specs import build_spec
-from support.waits import limit
+from support.processes.commands import call_accel
+from support.processes.waits import limit
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.slurm.launcher import Slurm

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from support.waits import limit, wait_for_texts, wait_until
+from support.processes.waits import limit, wait_for_texts, wait_until
 
 from accel_cli.extensions.ssh import run as ssh_run
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from support.hosts.ssh import ssh_hosts
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytestmark = pytest.mark.service("sshd")
 LAUNCH = ("launch", "-q", "--cpu")

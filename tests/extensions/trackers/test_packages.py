@@ -13,7 +13,7 @@ import sys
 import textwrap
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
-from support import plans
+from support.launchers import plans
 
 from accel_cli.commands.plan_view import format_headline, format_plan
 from accel_cli.errors import ProfileError, UsageError

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from support.waits import limit
+from support.processes.waits import limit
 
 HEAD = """
 import os, pickle, signal, sys, threading

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.commands import call_accel
+from support.processes.commands import call_accel
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.xla import tpu_pod

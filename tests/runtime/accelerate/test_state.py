@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.ranks import run_script
+from support.processes.ranks import run_script
 
 from accel_runtime import Accelerator, PartialState
 

@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from support.data_sets import RangeStream
+from support.training.data_sets import RangeStream
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader

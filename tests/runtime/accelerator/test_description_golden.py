@@ -6,9 +6,9 @@ from pprint import pformat
 
 import pytest
 import torch
-from support import golden
-from support.data_sets import RangeStream
-from support.models import ResidualNet
+from support.cases import golden
+from support.training.data_sets import RangeStream
+from support.training.models import ResidualNet
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, StepLR

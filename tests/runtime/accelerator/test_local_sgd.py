@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.models import MixedNet
+from support.training.models import MixedNet
 from torch import nn
 
 from accel_runtime import Accelerator, LocalSGD

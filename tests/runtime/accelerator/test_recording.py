@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from support.ranks import Cluster
+from support.processes.ranks import Cluster
 
 from accel_runtime import Accelerator
 

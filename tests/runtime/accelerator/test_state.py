@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.data_sets import MappedDataset
+from support.training.data_sets import MappedDataset
 from torch.utils.data import DataLoader
 
 from accel_runtime import (

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from support.data_sets import RangeStream
+from support.training.data_sets import RangeStream
 from torch import nn
 from torch.utils.data import DataLoader
 

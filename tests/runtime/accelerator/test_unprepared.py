@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.ranks import run_script
+from support.processes.ranks import run_script
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.nodes import NodeOptions, find_nodes

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from support.processes import free_port
-from support.ranks import run_script
-from support.waits import limit
+from support.processes.children import free_port
+from support.processes.ranks import run_script
+from support.processes.waits import limit
 
 from accel_runtime import Accelerator
 

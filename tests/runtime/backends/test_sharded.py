@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from support.log_messages import collect_messages
-from support.models import ResidualNet
+from support.cases.log_messages import collect_messages
+from support.training.models import ResidualNet
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes import fork, wait_for_exit
+from support.processes.children import fork, wait_for_exit
 
 from accel_runtime.collectives import transport
 from accel_runtime.collectives.transport import (

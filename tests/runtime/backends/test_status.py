@@ -9,7 +9,7 @@ import time
 import cloudpickle
 import pytest
 import torch
-from support.processes import fork, wait_for_exit
+from support.processes.children import fork, wait_for_exit
 from torch import nn
 from torch.distributed import TCPStore
 

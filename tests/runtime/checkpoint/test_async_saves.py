@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import fork, wait_for_exit
-from support.waits import limit
+from support.processes.children import fork, wait_for_exit
+from support.processes.waits import limit
 from torch import nn
 
 from accel_runtime import Accelerator, ProjectConfiguration

@@ -9,7 +9,7 @@ import sys
 import cloudpickle
 import pytest
 import torch
-from support.data_sets import MappedDataset, RandomOrderSampler, RangeStream, StatefulStream
+from support.processes.waits import limit
 from support.runs.recorded_runs import (
     COUNT,
     Script,
@@ -21,7 +21,7 @@ from support.runs.recorded_runs import (
     train_batch,
     train_to_end,
 )
-from support.waits import limit
+from support.training.data_sets import MappedDataset, RandomOrderSampler, RangeStream, StatefulStream
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

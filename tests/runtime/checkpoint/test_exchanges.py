@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.exchanges import record_exchanges
+from support.training.exchanges import record_exchanges
 from torch import nn
 
 from accel_runtime import Accelerator

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.ranks import RanksFailedError
+from support.processes.ranks import RanksFailedError
 from support.stage_strategy import StageStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from support.models import TokenNet
+from support.training.models import TokenNet
 
 from accel_runtime.storage.errors import CheckpointError, RequestError
 from accel_runtime.storage.file_store import FileStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.models import TiedNet
+from support.training.models import TiedNet
 from torch import nn
 
 from accel_runtime import Accelerator

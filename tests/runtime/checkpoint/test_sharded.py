@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import UnevenTiedNet
 from support.runs.sharded_runs import build_accelerator, build_model, import_sharding, to_full
+from support.training.models import UnevenTiedNet
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import TiedNet
 from support.runs.recorded_runs import Script, assert_resumes_are_exact, train_batch
+from support.training.models import TiedNet
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.optim import lr_scheduler as schedules

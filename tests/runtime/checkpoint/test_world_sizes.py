@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import UnevenNet
 from support.runs.file_system import Run
 from support.runs.recorded_runs import Samples, Script, start_training, to_numbers, train_batch
+from support.training.models import UnevenNet
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.data_sets import SizedStream
-from support.exchanges import record_exchanges
+from support.training.data_sets import SizedStream
+from support.training.exchanges import record_exchanges
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.log_messages import collect_messages
-from support.ranks import run_script
+from support.cases.log_messages import collect_messages
+from support.processes.ranks import run_script
 
 from accel_runtime.backends import connect
 from accel_runtime.backends.tensors import broadcast, gather, reduce

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.syntax import parse
+from support.sources.syntax import parse
 
 from accel_runtime import Accelerator
 from accel_runtime.accelerate import operations

@@ -9,7 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from support.data_sets import MappedDataset, RangeStream, StatefulStream, WorkerSplitStream
+from support.training.data_sets import MappedDataset, RangeStream, StatefulStream, WorkerSplitStream
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from accel_runtime import Accelerator

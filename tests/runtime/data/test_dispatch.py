@@ -7,9 +7,9 @@ from itertools import chain
 
 import pytest
 import torch
-from support.data_sets import RangeStream, ShuffledStream, WorkerSplitStream
 from support.runs import read_epochs
 from support.runs.read_epochs import check_steps, read_steps, split_batches
+from support.training.data_sets import RangeStream, ShuffledStream, WorkerSplitStream
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
-from support.data_sets import PythonRandomSampler, PythonShuffledSampler
-from support.pairs import pairwise_params
+from support.cases.pairs import pairwise_params
 from support.runs import loop_programs
 from support.runs.loop_programs import (
     DRAWS_GLOBALLY,
@@ -32,6 +31,7 @@ from support.runs.loop_programs import (
     continue_program,
     run_program,
 )
+from support.training.data_sets import PythonRandomSampler, PythonShuffledSampler
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -8,7 +8,8 @@ from itertools import chain, product
 
 import pytest
 import torch
-from support.data_sets import (
+from support.cases.log_messages import collect_messages
+from support.training.data_sets import (
     EndlessSampler,
     EpochSampler,
     RandomOrderSampler,
@@ -16,7 +17,6 @@ from support.data_sets import (
     RepeatingSampler,
     VariableBatchSampler,
 )
-from support.log_messages import collect_messages
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import (
     BatchSampler,

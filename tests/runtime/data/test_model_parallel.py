@@ -9,7 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.data_sets import (
+from support.cases.pairs import pairwise_params
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches
+from support.training.data_sets import (
     BufferedShuffleStream,
     MappedDataset,
     RangeStream,
@@ -17,9 +20,6 @@ from support.data_sets import (
     StatefulStream,
     WorkerSplitStream,
 )
-from support.pairs import pairwise_params
-from support.runs import read_epochs
-from support.runs.read_epochs import check_steps, read_steps, split_batches
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 

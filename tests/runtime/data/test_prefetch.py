@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.data_sets import BufferedShuffleStream, PythonRandomSampler
+from support.training.data_sets import BufferedShuffleStream, PythonRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

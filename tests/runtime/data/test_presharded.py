@@ -6,9 +6,9 @@ from itertools import chain
 
 import pytest
 import torch
-from support.data_sets import RangeStream, SampleStream
 from support.runs import read_epochs
 from support.runs.read_epochs import check_steps, read_steps
+from support.training.data_sets import RangeStream, SampleStream
 from torch.utils.data import DataLoader, DistributedSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import EpochSampler, PythonRandomSampler, VariableBatchSampler
-from support.pairs import pairwise_params
+from support.cases.pairs import pairwise_params
+from support.training.data_sets import EpochSampler, PythonRandomSampler, VariableBatchSampler
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.data_sets import RangeStream
+from support.training.data_sets import RangeStream
 from torch.utils.data import DataLoader
 
 from accel_runtime.backends.device_runtime import DeviceRuntime

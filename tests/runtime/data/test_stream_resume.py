@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from support.data_sets import (
+from support.cases.pairs import pairwise_params
+from support.training.data_sets import (
     RangeStream,
     ShardedStream,
     WorkerSplitStatefulStream,
     WorkerSplitStream,
     split_range,
 )
-from support.pairs import pairwise_params
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_runtime import Accelerator

@@ -11,7 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.data_sets import (
+from support.cases.pairs import pairwise_params
+from support.runs import read_epochs
+from support.runs.read_epochs import check_steps, read_steps, split_batches, to_plain
+from support.training.data_sets import (
     BufferedShuffleStream,
     RangeStream,
     SampleStream,
@@ -23,9 +26,6 @@ from support.data_sets import (
     WorkerSplitStream,
     split_range,
 )
-from support.pairs import pairwise_params
-from support.runs import read_epochs
-from support.runs.read_epochs import check_steps, read_steps, split_batches, to_plain
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as torchs
 

@@ -6,7 +6,7 @@ import os
 from unittest.mock import patch
 
 import pytest
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 
 from accel_runtime import Accelerator, GradientAccumulationPlugin, TorchDynamoPlugin

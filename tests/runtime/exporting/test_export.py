@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from safetensors.torch import load_model as load_as_safetensors_does
-from support.models import TokenNet
+from support.training.models import TokenNet
 from torch import nn
 
 from accel_runtime.export.load_model import find_weights

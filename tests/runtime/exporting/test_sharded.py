@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file
-from support.models import UnevenTiedNet
-from support.ranks import Cluster
+from support.processes.ranks import Cluster
 from support.runs.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding
+from support.training.models import UnevenTiedNet
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

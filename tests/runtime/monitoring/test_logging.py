@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 
 from accel_runtime import Accelerator
 from accel_runtime.environment.settings import SettingsError

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.rank_hooks import forget_progress
+from support.processes.rank_hooks import forget_progress
 from torch.utils.data import DataLoader
 
 from accel_runtime import Accelerator

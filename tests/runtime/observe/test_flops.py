@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from support.rank_hooks import watch
+from support.processes.rank_hooks import watch
 
 from accel_cli.runs.heartbeats import Beat
 from accel_runtime import Accelerator

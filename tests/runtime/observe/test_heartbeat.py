@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from support.data_sets import SampleStream
-from support.rank_hooks import forget_progress, read_beat, watch
+from support.processes.rank_hooks import forget_progress, read_beat, watch
+from support.training.data_sets import SampleStream
 from torch.utils.data import DataLoader
 
 from accel_cli.runs.heartbeats import Beat

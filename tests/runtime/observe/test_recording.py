@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.rank_hooks import forget_progress, watch
+from support.processes.rank_hooks import forget_progress, watch
 from torch.utils.data import DataLoader, Dataset
 
 from accel_runtime import Accelerator, ProjectConfiguration

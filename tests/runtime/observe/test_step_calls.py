@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support import golden
-from support.commands import run_accel
-from support.ranks import run_script
+from support.cases import golden
+from support.processes.commands import run_accel
+from support.processes.ranks import run_script
 from support.runs import step_calls
 
 SCRIPT = step_calls.__file__

@@ -7,8 +7,8 @@ import traceback
 
 import pytest
 import torch
-from support.rank_hooks import read_beat, watch
-from support.ranks import run_script
+from support.processes.rank_hooks import read_beat, watch
+from support.processes.ranks import run_script
 from torch._dynamo.testing import CompileCounter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from support.pairs import pairwise_params
-from support.ranks import preload
+from support.cases.pairs import pairwise_params
+from support.processes.ranks import preload
 
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences

@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 import torch
-from support.log_messages import collect_messages
-from support.numerics import relative_error
-from support.ranks import Cluster
+from support.cases.log_messages import collect_messages
+from support.processes.ranks import Cluster
+from support.training.numerics import relative_error
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 

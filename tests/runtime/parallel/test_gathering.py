@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.models import UnevenTiedNet
 from support.runs.sharded_runs import (
     build_accelerator,
     build_model,
@@ -14,6 +13,7 @@ from support.runs.sharded_runs import (
     import_sharding,
     to_full,
 )
+from support.training.models import UnevenTiedNet
 from torch import nn
 
 from accel_runtime.foundation.torch_internals import fsdp_parameter_groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import TiedNet
+from support.training.models import TiedNet
 from torch import nn
 
 from accel_runtime import init_empty_weights, init_on_device

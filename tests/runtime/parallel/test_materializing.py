@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import save_file, save_model
-from support.models import UnevenTiedNet
 from support.runs.sharded_runs import build_accelerator, build_model, gather_model_state, import_sharding
+from support.training.models import UnevenTiedNet
 from torch import nn
 
 from accel_runtime import Accelerator, init_empty_weights

@@ -52,7 +52,7 @@ def train_alone(*, weighted):
 
 def train_in_stages(weighted, mixed_precision="no", broken=False):
     """Return the losses, the norms and the parameters of this rank, the warning on losses, and the name of the strategy."""
-    from support.pipeline_strategy import add_rows
+    from support.training.pipeline_strategy import add_rows
 
     from accel_runtime import Accelerator
 

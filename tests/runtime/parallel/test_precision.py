@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

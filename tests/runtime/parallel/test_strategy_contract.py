@@ -7,7 +7,7 @@ import importlib.util
 
 import pytest
 import torch
-from support.strategies import connect_strategy
+from support.training.strategies import connect_strategy
 from torch import nn
 
 from accel_runtime.environment.settings import Settings
@@ -421,7 +421,7 @@ def test_an_accelerator_trains_as_with_ddp_if_only_the_strategy_has_the_gradient
     def train(weighted):
         from unittest import mock
 
-        from support.engine_strategy import EngineStrategy
+        from support.training.engine_strategy import EngineStrategy
 
         from accel_runtime import Accelerator
         from accel_runtime.accelerator import run

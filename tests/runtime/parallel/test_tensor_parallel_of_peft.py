@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from support.ranks import preload
+from support.processes.ranks import preload
 from torch import nn
 
 from accel_runtime.parallel.tensor_parallel import plan_tensor_parallel

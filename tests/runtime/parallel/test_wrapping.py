@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.models import ResidualNet
+from support.training.models import ResidualNet
 from torch import nn
 
 from accel_runtime.parallel.fsdp_units import find_units

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import fork, wait_for_exit
+from support.processes.children import fork, wait_for_exit
 from support.runs.file_system import Fault, FaultyFileSystem, Run
 
 from accel_runtime.storage.file_system import FileSystem

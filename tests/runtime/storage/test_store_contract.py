@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.processes import fork, wait_for_exit
+from support.processes.children import fork, wait_for_exit
 from support.runs.file_system import (
     FOREVER,
     Fault,

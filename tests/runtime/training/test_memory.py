@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from support.ranks import RanksFailedError
+from support.processes.ranks import RanksFailedError
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.log_messages import collect_messages
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.optim.lr_scheduler import (
     ChainedScheduler,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.commands import Accel
+from support.processes.commands import Accel
 
 __all__ = ["Host", "Hosts", "hosts"]
 

@@ -17,8 +17,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from support.services import UnavailableError, prepare_service
-from support.waits import limit
+from support.processes.services import UnavailableError, prepare_service
+from support.processes.waits import limit
 
 CLIENTS = ("sbatch", "srun", "salloc", "scancel", "scontrol", "sinfo", "squeue", "sacct")
 NETWORK = "10.79.0"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from support.hosts.network import Hosts, hosts
-from support.waits import wait_until
+from support.processes.waits import wait_until
 
 SSHD_CONFIG = """\
 HostKey {folder}/host_key

@@ -246,7 +246,7 @@ class RecordingFileSystem(FileSystem):
 class Fault:
     """A fault of a store: calls that fail, the end of the process, or a wrong number of free bytes.
 
-    Of a file system calls are those of `RecordingFileSystem`, of an object store those of its client (`support.object_store`).
+    Of a file system calls are those of `RecordingFileSystem`, of an object store those of its client (`support.object_stores.folder_client`).
     """
 
     call: int = 0

@@ -16,7 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from support.data_sets import EpochSampler, MappedDataset, PythonShuffledSampler, VariableBatchSampler
+from support.training.data_sets import (
+    EpochSampler,
+    MappedDataset,
+    PythonShuffledSampler,
+    VariableBatchSampler,
+)
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_runtime import Accelerator, DataLoaderConfiguration

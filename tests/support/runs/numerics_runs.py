@@ -12,9 +12,9 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from support.interpreter import Interpreter
-from support.processes import ForkedProcess, free_port
-from support.waits import limit
+from support.processes.children import ForkedProcess, free_port
+from support.processes.interpreter import Interpreter
+from support.processes.waits import limit
 
 from accel_cli.extensions.numerics.comparison import Run
 from accel_runtime.extensions.numerics.record import FILE, read_record

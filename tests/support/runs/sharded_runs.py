@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 
 import torch
-from support.models import UnevenTiedNet
+from support.training.models import UnevenTiedNet
 
 from accel_runtime import Accelerator
 from accel_runtime.environment.layouts import Parallel

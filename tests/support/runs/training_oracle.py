@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from support.data_sets import SizedStream
-from support.models import PartlyUsedNet, TwoLayerNet
-from support.numerics import relative_error
 from support.runs.sharded_runs import build_accelerator, to_full
+from support.training.data_sets import SizedStream
+from support.training.models import PartlyUsedNet, TwoLayerNet
+from support.training.numerics import relative_error
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 

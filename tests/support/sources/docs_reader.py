@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import typer
-from support.commands import Accel
+from support.processes.commands import Accel
 
 import accel_runtime
 from accel_cli.main import accel

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from support.syntax import parse
+from support.sources.syntax import parse
 
 __all__ = ["list_messages"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 import torch
-from support.ranks import Alone, Cluster
+from support.processes.ranks import Alone, Cluster
 from support.runs import zero_runs
 
 cloudpickle.register_pickle_by_value(zero_runs)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 from accel_cli.errors import AccelError
 from accel_cli.extensions.deepspeed.build_operators import compile_operators

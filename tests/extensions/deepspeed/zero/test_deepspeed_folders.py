@@ -98,7 +98,7 @@ def load_tied_folder(folder, stage):
     """Return the weights of a stage after a load of a folder of Accelerate."""
     from unittest import mock
 
-    from support.models import TokenNet
+    from support.training.models import TokenNet
 
     from accel_runtime import Accelerator
 
@@ -113,7 +113,7 @@ def load_tied_folder(folder, stage):
 
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_tied_weights_that_accelerate_stores_once_load_into_zero_of_any_stage(clusters, tmp_path, stage):
-    from support.models import TokenNet
+    from support.training.models import TokenNet
 
     model = TokenNet(7, 4, tied=True)
     optimizer = torch.optim.AdamW(model.parameters())

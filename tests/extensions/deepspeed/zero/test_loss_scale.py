@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from support.models import TwoLayerNet
 from support.runs.zero_runs import connect
+from support.training.models import TwoLayerNet
 
 pytest.importorskip("deepspeed", reason="deepspeed is in an environment of its own: make test-deepspeed")
 

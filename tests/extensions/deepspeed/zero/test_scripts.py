@@ -7,8 +7,8 @@ import warnings
 
 import pytest
 import torch
-from support.models import TiedNet
 from support.runs.zero_runs import connect
+from support.training.models import TiedNet
 from torch import nn
 from torch.nn import functional
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.models import TwoLayerNet
 from support.runs.zero_runs import BATCH, LAYOUTS, Program, connect, run_program
+from support.training.models import TwoLayerNet
 
 pytest.importorskip("deepspeed", reason="deepspeed is in an environment of its own: make test-deepspeed")
 

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 STARTED = {
     # A lost node is noticed within seconds.

@@ -6,8 +6,8 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from support.commands import call_accel
-from support.waits import WAIT_FOR_SIGNAL, limit, wait_until
+from support.processes.commands import call_accel
+from support.processes.waits import WAIT_FOR_SIGNAL, limit, wait_until
 
 pytest.importorskip("ray.job_submission", reason="Ray is in an environment of its own: make test-ray")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from aws.hosts import ARGUMENTS, ENTRYPOINT, Host
-from support.waits import limit, read_until
+from support.processes.waits import limit, read_until
 
 from accel_cli.extensions.sagemaker import bundle
 from accel_cli.extensions.sagemaker.launcher import SageMaker

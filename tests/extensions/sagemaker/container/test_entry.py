@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import WAIT_FOR_SIGNAL, limit
+from support.processes.waits import WAIT_FOR_SIGNAL, limit
 
 TRAIN = """
 import json, os, sys

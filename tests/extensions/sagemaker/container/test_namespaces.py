@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from support.waits import WAIT_FOR_SIGNAL, limit
+from support.processes.waits import WAIT_FOR_SIGNAL, limit
 
 SCRIPT = (
     """

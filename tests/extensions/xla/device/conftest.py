@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import cloudpickle
 import pytest
-from support.modules import load_test_module
-from support.ranks import Alone, Cluster
+from support.cases.modules import load_test_module
+from support.processes.ranks import Alone, Cluster
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.waits import limit
+from support.processes.waits import limit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

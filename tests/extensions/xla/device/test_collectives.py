@@ -7,7 +7,7 @@ import inspect
 import cloudpickle
 import pytest
 import torch
-from support.modules import load_test_module
+from support.cases.modules import load_test_module
 
 from accel_runtime import MismatchError
 from accel_runtime.foundation.nested import map_tensors

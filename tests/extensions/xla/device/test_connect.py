@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 from accel_runtime import Accelerator
 from accel_runtime.environment.installation import format_new_environment

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 import torch
-from support.data_sets import MappedDataset, SampleStream
+from support.training.data_sets import MappedDataset, SampleStream
 from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")

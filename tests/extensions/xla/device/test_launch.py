@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import limit, wait_for_texts, wait_until
+from support.processes.waits import limit, wait_for_texts, wait_until
 
 from accel_cli.runner import guard
 

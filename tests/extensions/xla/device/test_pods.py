@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.waits import limit
+from support.processes.waits import limit
 
 pytest.importorskip("torch_xla", reason="torch_xla is in an environment of its own: make test-xla")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.models import TokenNet
-from support.waits import limit
+from support.processes.waits import limit
+from support.training.models import TokenNet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.rank_hooks import watch
+from support.processes.rank_hooks import watch
 
 from accel_runtime import Accelerator, PartialState
 from accel_runtime.backends import current_backend, set_current_backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import TiedNet
+from support.training.models import TiedNet
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

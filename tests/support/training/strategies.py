@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 import torch
-from support.engine_strategy import EngineStrategy
+from support.training.engine_strategy import EngineStrategy
 
 from accel_runtime.backends import connect
 from accel_runtime.backends.device_runtime import DeviceRuntime

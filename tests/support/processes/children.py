@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from support.interpreter import ForkRequest
-from support.waits import limit
+from support.processes.interpreter import ForkRequest
+from support.processes.waits import limit
 
 __all__ = ["AS_SESSION", "ForkedProcess", "Process", "fork", "free_port", "wait_for_exit"]
 

@@ -6,20 +6,27 @@ import itertools
 import re
 
 from _pytest.mark.expression import Expression
-from support.services import FIXTURES
+from support.processes.services import FIXTURES
 
 __all__ = ["is_in_lane", "read_marks"]
 
 MARKS = ("extension", "full", "gpu", "service", "slow", "smoke")
 TRACES = {"service": ("service", "s3_", *FIXTURES), "slow": ("slow",), "smoke": ("smoke",)}
 """Texts without which no test of a file has a mark; any test may get `full` from a parameter of a fixture."""
+IMPORTS_TESTS = re.compile(r"\btest_\w+ import |load_test_module")
+"""A file with tests of another one, whose text has their marks."""
 
 
 def read_marks(path, *, is_extension):
     """Return the marks that all tests of a file have, with True, and those that none has, with False."""
     text = path.read_text("utf-8")
     module_mark = re.search(r"^pytestmark = pytest\.mark\.(\w+)", text, re.MULTILINE)
-    absent = [mark for mark, traces in TRACES.items() if not any(trace in text for trace in traces)]
+    traces_elsewhere = IMPORTS_TESTS.search(text) is not None
+    absent = [
+        mark
+        for mark, traces in TRACES.items()
+        if not traces_elsewhere and not any(trace in text for trace in traces)
+    ]
     marks = dict.fromkeys(absent, False) | {"extension": is_extension}
     if module_mark and module_mark[1] in MARKS:
         marks[module_mark[1]] = True

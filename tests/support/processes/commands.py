@@ -18,9 +18,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
-from support.interpreter import Interpreter
-from support.processes import ForkedProcess
-from support.waits import limit
+from support.processes.children import ForkedProcess
+from support.processes.interpreter import Interpreter
+from support.processes.waits import limit
 
 import accel_cli
 from accel_cli.main import main
@@ -39,7 +39,7 @@ INTERPRETER = Interpreter(
     "accel_cli.profile.planner",
     "accel_cli.runner.stalls",
     "rich.traceback",
-    "support.commands",
+    "support.processes.commands",
 )
 """The interpreter that has imported what `accel` imports, and not `accel_runtime`, which scripts import."""
 preload = INTERPRETER.preload
@@ -58,7 +58,9 @@ class Accel(ForkedProcess):
     """
 
     def __init__(self, *args, host=None, **options):
-        super().__init__(INTERPRETER, "support.commands:run_command", (host, *map(str, args)), **options)
+        super().__init__(
+            INTERPRETER, "support.processes.commands:run_command", (host, *map(str, args)), **options
+        )
         self.args = ["accel", *map(str, args)]
 
 

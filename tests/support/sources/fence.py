@@ -15,9 +15,9 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from support.syntax import list_nodes
+from support.sources.syntax import list_nodes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 HALVES = ("accel_cli", "accel_runtime")
 TABLES = (
     "accel_cli/accelerate/config_conversion.py",

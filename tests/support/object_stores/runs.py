@@ -6,9 +6,9 @@ import os
 from contextlib import ExitStack, contextmanager
 
 import torch
+from support.object_stores.server import client_variables
 from support.runs.recorded_runs import Samples, Script, start_training, train_batch
 from support.runs.sharded_runs import set_settings, to_full
-from support.s3.server import client_variables
 from torch import nn
 from torch.utils.data import DataLoader
 

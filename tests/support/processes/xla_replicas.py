@@ -18,9 +18,9 @@ from pathlib import Path
 
 import cloudpickle
 
-sys.path.append(str(Path(__file__).parents[1]))  # run as a script
+sys.path.append(str(Path(__file__).parents[2]))  # run as a script
 
-from support.waits import limit
+from support.processes.waits import limit
 
 CALL_S = int(limit(120))
 """Time limit of one function on all replicas, which includes the compilation of new graphs."""
@@ -145,7 +145,7 @@ class Replicas:
 
 def serve(connection, size):
     """Call received functions on every replica until the other end is closed."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "extensions" / "xla" / "device"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "extensions" / "xla" / "device"))
     import cpu_collectives
 
     if size > 1:

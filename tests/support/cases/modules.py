@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 def load_test_module(name):

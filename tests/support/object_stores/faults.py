@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.s3.fault_proxy import Answer, BlackHole, Reset, Slow
+from support.object_stores.fault_proxy import Answer, BlackHole, Reset, Slow
 
 SERVER_ERROR = Answer(500, "InternalError", "We encountered an internal error. Please try again.")
 EXPIRED = Answer(400, "ExpiredToken", "The provided token has expired.")

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from support.processes import free_port
-from support.waits import wait_until
+from support.processes.children import free_port
+from support.processes.waits import wait_until
 
 __all__ = [
     "ACCESS_KEY",

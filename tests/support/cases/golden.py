@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "data" / "golden"
+FOLDER = Path(__file__).parents[2] / "data" / "golden"
 CONTEXT = 2
 """Equal lines shown around each difference."""
 

@@ -19,10 +19,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import cloudpickle
-from support.commands import INTERPRETER as COMMANDS
-from support.interpreter import TESTS, Interpreter
-from support.processes import ForkedProcess, fork, free_port, wait_for_exit
-from support.waits import limit
+from support.processes.children import ForkedProcess, fork, free_port, wait_for_exit
+from support.processes.commands import INTERPRETER as COMMANDS
+from support.processes.interpreter import TESTS, Interpreter
+from support.processes.waits import limit
 
 CALL_S = limit(150)
 """Time limit of one function on all ranks."""
@@ -40,7 +40,7 @@ INTERPRETER = Interpreter(
     "numpy",
     "accel_runtime.accelerator.accelerator",
     "accel_runtime.utils",
-    "support.ranks",
+    "support.processes.ranks",
     # In the environment of their own; elsewhere a folder of tests has the name, but no origin.
     *(
         ["accel_runtime.extensions.deepspeed.strategy"]
@@ -186,7 +186,7 @@ class Cluster:
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environ = inherited | variables | group | self._settings
             process = ForkedProcess(
-                INTERPRETER, "support.ranks:serve", descriptors=[remote_end.fileno()], env=environ
+                INTERPRETER, "support.processes.ranks:serve", descriptors=[remote_end.fileno()], env=environ
             )
             self._processes.append(process)
             self._connections.append(local_end)
@@ -230,7 +230,7 @@ def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRE
         environs: Variables of each process in addition to those of this process.
         timeout: The time limit of all processes in seconds, before it is scaled.
         arguments: The arguments of each process.
-        interpreter: The interpreter that forks them; that of `support.commands` has not imported the runtime.
+        interpreter: The interpreter that forks them; that of `support.processes.commands` has not imported the runtime.
 
     Returns:
         The output, errors and exit code of each process; a negative code is a signal.

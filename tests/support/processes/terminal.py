@@ -11,8 +11,8 @@ import time
 
 import pexpect
 import pyte
-from support.commands import Accel
-from support.waits import limit
+from support.processes.commands import Accel
+from support.processes.waits import limit
 
 __all__ = ["CommandScreen", "Terminal"]
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from support.processes import ForkedProcess, free_port
-from support.ranks import INTERPRETER
-from support.s3.fault_proxy import Hook, Reset
-from support.s3.server import client_variables
-from support.waits import limit, wait_until
+from support.object_stores.fault_proxy import Hook, Reset
+from support.object_stores.server import client_variables
+from support.processes.children import ForkedProcess, free_port
+from support.processes.ranks import INTERPRETER
+from support.processes.waits import limit, wait_until
 
 from accel_runtime.extensions.object_stores import store as object_store
 from accel_runtime.storage.errors import AbsentError, CheckpointError
@@ -34,7 +34,9 @@ LEFTOVER_AGE_S = 0.2
 MAX_REQUESTS = 70
 """Requests until a kill, of all ranks: a start with two saves or more."""
 INTERPRETER.preload(
-    "support.runs.file_system", "accel_runtime.extensions.object_stores.client_process", "support.s3.kills"
+    "support.runs.file_system",
+    "accel_runtime.extensions.object_stores.client_process",
+    "support.object_stores.kills",
 )
 
 
@@ -124,7 +126,7 @@ class Attempt:
             self._stack.enter_context(
                 ForkedProcess(
                     INTERPRETER,
-                    "support.s3.kills:save_without_end",
+                    "support.object_stores.kills:save_without_end",
                     (url, kind, count),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

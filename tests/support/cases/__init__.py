@@ -1,0 +1,1 @@
+"""Which cases run, and what they are compared with."""

@@ -1,0 +1,1 @@
+"""Processes of tests: commands, forked interpreters, ranks, terminals, services, and time limits."""

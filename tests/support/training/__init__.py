@@ -1,0 +1,1 @@
+"""What tests train: models, data sets and strategies, and comparisons of the results."""
