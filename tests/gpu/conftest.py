@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 from support.processes.ranks import Cluster
 
 import accel_runtime

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 
 from accel_runtime import Accelerator
 

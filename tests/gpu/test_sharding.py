@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 from torch import nn
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 from support.training.models import ResidualBlock
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from runtime.backends.test_contract import *  # noqa: F403 - the contract of every backend, kept over CUDA
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.feature("Contract of a backend")]
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from support.gpu_rehearsal import REHEARSAL
+from support.cases.gpu_rehearsal import REHEARSAL
 from torch import nn
 
 from accel_runtime import Accelerator

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.cases import golden
-from support.launchers import job_set_schema, pod_security, train_job_schema
+from support.launchers import job_set_schema, train_job_schema
 from support.launchers.launch_specs import build_spec
 from support.processes.commands import call_accel
 
@@ -333,6 +333,41 @@ def test_an_invalid_value_is_an_error(key, value, message):
         Kubernetes(**{"source": "image", key: value})
 
 
+RESTRICTED_VOLUMES = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret",
+}  # fmt: skip
+
+
+def find_violations(spec):
+    """Return what the standard `restricted` of Kubernetes does not allow in the spec of a pod, sorted.
+
+    Written from https://kubernetes.io/docs/concepts/security/pod-security-standards.
+    """
+    pod = spec.get("securityContext", {})
+    found = {name for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name)}
+    found |= {
+        f"volume {kind}"
+        for volume in spec["volumes"]
+        for kind in volume.keys() - {"name"} - RESTRICTED_VOLUMES
+    }
+    for container in [*spec["containers"], *spec.get("initContainers", ())]:
+        own = container.get("securityContext", {})
+        both = {**pod, **own}
+        capabilities = own.get("capabilities", {})
+        rules = {
+            "privileged": not own.get("privileged"),
+            "allowPrivilegeEscalation": own.get("allowPrivilegeEscalation") is False,
+            "runAsNonRoot": both.get("runAsNonRoot") is True,
+            "runAsUser": both.get("runAsUser") != 0,
+            "seccompProfile": both.get("seccompProfile", {}).get("type") in {"RuntimeDefault", "Localhost"},
+            "drop ALL": "ALL" in capabilities.get("drop", ()),
+            "capabilities": set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+            "hostPort": not any(port.get("hostPort") for port in container.get("ports", ())),
+        }
+        found |= {name for name, holds in rules.items() if not holds}
+    return sorted(found)
+
+
 @pytest.mark.parametrize(
     ("options", "violations"),
     [
@@ -354,7 +389,7 @@ def test_pods_satisfy_the_standard_restricted_unless_the_profile_asks_for_more(o
         (template,) = train_job_schema.list_pod_patches(job["spec"])
     else:
         template = job["spec"]["template"]
-    assert pod_security.find_violations(template["spec"]) == violations
+    assert find_violations(template["spec"]) == violations
 
 
 def test_rdma_locks_memory_as_root_unless_the_profile_chooses_a_user():

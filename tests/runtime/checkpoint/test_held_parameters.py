@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.processes.ranks import RanksFailedError
-from support.stage_strategy import StageStrategy
+from support.training.stage_strategy import StageStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor

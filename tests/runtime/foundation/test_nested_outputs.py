@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.outputs import MAKERS, Frozen, Net, Own, Pair, Plain, Slots, Stateful
+from support.training.outputs import MAKERS, Frozen, Net, Own, Pair, Plain, Slots, Stateful
 from torch import nn
 from torch.utils.data import DataLoader
 
