@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.processes.children import fork, wait_for_exit
 from support.runs.file_system import (
@@ -150,7 +150,9 @@ def store(case):
 
 def few(count):
     checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-    return settings(max_examples=count, suppress_health_check=checks)
+    # A failure is named at once: each example saves and loads, and a smaller one says no more.
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    return settings(max_examples=count, suppress_health_check=checks, phases=phases)
 
 
 def build_manifest(save, parts, step=1):
