@@ -15,7 +15,7 @@ from support.processes.commands import call_accel
 from accel_cli.commands import checkpoint_operations
 from accel_runtime.storage.tensor_file import MergeRequest
 
-KEPT = Path(__file__).parents[2] / "data" / "checkpoints" / "0.1.0"
+KEPT = Path(__file__).parents[2] / "data" / "checkpoint"
 
 
 def export(capfd, *arguments):
@@ -24,7 +24,7 @@ def export(capfd, *arguments):
 
 @pytest.mark.slow
 def test_a_checkpoint_is_exported_for_torch_and_imported_again(capfd, cwd):
-    shutil.copytree(KEPT / "sharded", cwd / "checkpoint")
+    shutil.copytree(KEPT, cwd / "checkpoint")
     result = export(capfd, "--format", "dcp")
     assert result.returncode == 0, result.stderr
     assert "not exported, because torch's format does not have them: loader" in result.stderr
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_exported_for_torch_and_imported_again(capfd, cwd):
     ],
 )
 def test_an_option_that_a_format_does_not_take_is_refused(capfd, cwd, arguments, problem):
-    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    shutil.copytree(KEPT, cwd / "checkpoint")
     result = export(capfd, *arguments)
     assert result.returncode == 2
     assert problem in result.stderr
@@ -63,7 +63,7 @@ def test_an_option_that_a_format_does_not_take_is_refused(capfd, cwd, arguments,
 
 
 def test_without_torch_an_export_in_its_format_names_the_cure(capfd, cwd, monkeypatch):
-    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    shutil.copytree(KEPT, cwd / "checkpoint")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
     result = export(capfd, "--format", "dcp")
@@ -75,11 +75,11 @@ def test_without_torch_an_export_in_its_format_names_the_cure(capfd, cwd, monkey
 
 
 def test_a_folder_of_another_kind_is_not_imported(capfd, cwd):
-    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    shutil.copytree(KEPT, cwd / "checkpoint")
     result = call_accel(capfd, "checkpoint", "import", "checkpoint", "-o", "out")
     assert result.returncode == 2
     assert "checkpoint is a checkpoint of accel, which load_state() and resume() load" in result.stderr
-    result = call_accel(capfd, "checkpoint", "import", str(KEPT), "-o", "out")
+    result = call_accel(capfd, "checkpoint", "import", str(cwd), "-o", "out")
     assert result.returncode == 2
     assert "it has no .metadata. Give the folder that dcp.save wrote." in result.stderr
 
@@ -101,7 +101,7 @@ def test_a_missing_folder_is_reported_before_torch_is_imported(cwd):
 def test_an_export_that_is_interrupted_leaves_no_folder(cwd, monkeypatch):
     from accel_cli.extensions.foreign_checkpoints import dcp
 
-    shutil.copytree(KEPT / "one", cwd / "checkpoint")
+    shutil.copytree(KEPT, cwd / "checkpoint")
 
     def interrupt(*_):
         assert list(cwd.glob(".out.*"))

@@ -98,7 +98,7 @@ TRAINING_STEPS = {
     "gather_sequence", "join_uneven_inputs", "maybe_context_parallel", "no_sync", "trigger_sync_in_backward", "unscale_gradients",
 }  # fmt: skip
 LOCAL = {
-    "autocast", "clear", "describe", "end_training", "free_memory", "get_tracker", "init_trackers", "load", "log",
+    "autocast", "check_replay", "clear", "describe", "end_training", "free_memory", "get_tracker", "init_trackers", "load", "log",
     "on_last_process", "on_local_main_process", "on_local_process", "on_main_process", "on_process", "print",
     "register_for_checkpointing", "register_load_state_pre_hook", "register_save_state_pre_hook", "save", "set_trigger",
     "skip_first_batches", "split_between_processes", "unwrap_model", "verify_device_map", "wait_for_checkpoint",
