@@ -254,7 +254,7 @@ class ObstoreClient(ObjectClient):
             else:
                 self._given_up.pop(bucket, None)
                 return result
-            if failure.is_of_credentials and not renewed:
+            if (failure.is_of_credentials or failure.has_no_code) and not renewed:
                 renewed = True  # they may have expired, and the source may have new ones
                 self._forget(bucket)
             elif not failure.may_pass or time.monotonic() + delay > deadline:
@@ -460,6 +460,11 @@ class CallFailure:
         )
 
     @property
+    def has_no_code(self) -> bool:
+        """Return whether a request is bad for a reason that is not given, as in answers to HEAD, also for an expired token."""
+        return self._status == HTTPStatus.BAD_REQUEST and not self.code
+
+    @property
     def may_pass(self) -> bool:
         """Return whether the same call may succeed later."""
         if self.is_of_credentials:
@@ -496,7 +501,8 @@ class CallFailure:
                 return f"Set {source}."
             return f"Renew the credentials, or allow them to list, read, write and delete there: {source}."
         if self._status in {301, 307, 400} and bucket.startswith("s3"):
-            return "Set AWS_REGION to the region of the bucket."
+            others = ", or renew the credentials" if self.has_no_code else ""
+            return f"Set AWS_REGION to the region of the bucket{others}."
         if self._status == HTTPStatus.NOT_IMPLEMENTED:
             return "Use a service that supports conditional writes (If-None-Match, If-Match)."
         return (

@@ -19,11 +19,11 @@ from runtime.storage.test_store_contract import (  # noqa: F401 - tests of the c
     write,
 )
 from support.object_stores.fault_proxy import Hook
-from support.object_stores.faults import PASSING
+from support.object_stores.faults import EXPIRED, PASSING
 from support.object_stores.runs import open_objects
 
 from accel_runtime.extensions.object_stores.store import ObjectStore
-from accel_runtime.storage.errors import CheckpointError
+from accel_runtime.storage.errors import CheckpointError, StoreError
 from accel_runtime.storage.manifest import NAME
 
 
@@ -74,6 +74,19 @@ def test_a_range_is_read_once_and_no_other_byte(s3_proxy, s3_url):
             for start, size in ((0, 10), (3 << 20, 5 << 20), (9 << 20, 1)):
                 snapshot.get_range("large", start, memoryview(bytearray(size)))
     assert s3_proxy.bytes_read() == 10 + (5 << 20)
+
+
+def test_an_answer_without_a_body_to_expired_credentials_is_tried_again_with_new_ones_once(s3_proxy, s3_url):
+    """The answer to HEAD has no code."""
+    with open_objects(s3_proxy.address()) as objects:
+        write(objects, f"{s3_url}/mine", "a1", OLD)
+        key = f"{s3_url}/mine/{NAME}"
+        size = objects.client.find_size(key)
+        with s3_proxy.faults(EXPIRED, method="HEAD", count=1):
+            assert objects.client.find_size(key) == size
+        with s3_proxy.faults(EXPIRED, method="HEAD"), pytest.raises(StoreError) as raised:
+            objects.client.find_size(key)
+        assert "or renew the credentials" in raised.value.cure
 
 
 def test_a_save_that_another_process_ends_within_its_commit_is_an_error(s3_proxy, s3_url):
