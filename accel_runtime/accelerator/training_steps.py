@@ -230,8 +230,7 @@ class TrainingSteps:
         if strategy.shards_models or backend.runtime.static_shapes or exchanges:
             raise ValueError(
                 "check_replay() failed: a pass of this run needs other ranks, since models are sharded or split or have SyncBatchNorm, or it "
-                "compiles a program. "
-                "Check the model in a run with whole models on each rank."
+                "compiles a program. Check the model in a run with whole models on each rank."
             )
         for check in self._replays:
             check.remove()

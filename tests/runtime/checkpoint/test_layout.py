@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.runs.file_system import write_manifest
+from support.runs.file_system import RegisteredState, write_manifest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,17 +29,8 @@ LAST = 2
 """The batch after which it was saved, within an accumulation cycle."""
 
 
-class Values:
-    """An object of the script."""
-
-    def __init__(self):
-        self.state = {}
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
+class Values(RegisteredState):
+    """An object of the script, by the name that the kept checkpoint has."""
 
 
 def build_values():
