@@ -68,8 +68,7 @@ def main(arguments: list[str]) -> None:
     call_after_torch_import(probe.prepare_torch)
     call_after_import("torch.utils.data.distributed", recorder.watch_samplers)
     call_after_import("torch.utils.data._utils.fetch", recorder.watch_fetchers)
-    call_after_import("torch.utils.data.dataloader", recorder.watch_loaders)
-    call_after_import("accel_runtime.data.loader", recorder.watch_prepared_loaders)
+    recorder.watch_batches()
     call_after_import("safetensors", probe.watch_safetensors)
     call_after_import("accel_runtime.accelerator.accelerator", probe.split_batches)
     # After the recorder, which records what changed losses and orders are.

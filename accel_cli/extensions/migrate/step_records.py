@@ -24,13 +24,14 @@ import random
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
+
+from accel_runtime.observe.recorders import LoadedBatches
 
 __all__ = [
     "INDEX",
@@ -51,7 +52,6 @@ _MAX_VALUES = 16384
 """The number of values of a parameter that are compared; of larger ones, values at even distances."""
 _MAX_DEPTH = 4
 """Levels of a batch that are searched for samples."""
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -201,10 +201,6 @@ class StepRecorder:
         """The last batch of each loader that no backward pass has followed yet."""
         self._loaders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         """The sources of iterators."""
-        self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
-        """The indices of the batches that iterators of torch have requested and not returned yet."""
-        self._preparing: list[deque[Any]] = []
-        """The indices of the batches that prepared loaders read now, the innermost last."""
         self._depth = self._calls = 0
         self._workers = 0
         self._is_drawn_by_data = self._is_seeded = self._has_distributed_order = self._is_sampled = False
@@ -264,42 +260,13 @@ class StepRecorder:
 
         module.DistributedSampler.__iter__ = record_order
 
-    def watch_loaders(self, module: Any) -> None:
-        """Record the batches of torch's loaders, and their indices."""
-        base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
-        load, next_index, reset = base.__next__, base._next_index, base._reset  # noqa: SLF001
+    def watch_batches(self) -> None:
+        """Record the batches of loaders, and their indices."""
+        LoadedBatches(self._keep_batch, self._drop_batch, self._record_load).install()
 
-        @wraps(next_index)
-        def record_index(iterator: Any) -> Any:
-            index = next_index(iterator)
-            self._indices.setdefault(iterator, deque()).append(index)
-            return index
-
-        @wraps(reset)
-        def forget_indices(iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            self._indices.pop(iterator, None)
-            return reset(iterator, *args, **kwargs)
-
-        @wraps(load)
-        def load_and_record(iterator: Any) -> Any:
-            if os.getpid() != self._pid:
-                return load(iterator)
-            try:
-                batch = load(iterator)
-            except StopIteration:
-                self._drop_batch(iterator)
-                raise
-            self._last_random = self._hash_generators()
-            self._workers = max(self._workers, iterator._num_workers)  # noqa: SLF001
-            queue = self._indices.get(iterator)
-            index = queue.popleft() if queue else None
-            if self._preparing:
-                self._preparing[-1].append(index)
-            else:
-                self._keep_batch(iterator, batch, index)
-            return batch
-
-        base.__next__, base._next_index, base._reset = load_and_record, record_index, forget_indices  # noqa: SLF001
+    def _record_load(self, iterator: Any) -> None:
+        self._last_random = self._hash_generators()
+        self._workers = max(self._workers, iterator._num_workers)  # noqa: SLF001
 
     def watch_fetchers(self, module: Any) -> None:
         """Record if datasets draw random numbers in this process."""
@@ -316,30 +283,6 @@ class StepRecorder:
             return batch
 
         fetcher.fetch = fetch_and_compare
-
-    def watch_prepared_loaders(self, module: Any) -> None:
-        """Record the batches that prepared loaders return, instead of those that they read."""
-        iterate = module.PreparedLoader.__iter__
-
-        @wraps(iterate)
-        def iterate_and_record(loader: Any) -> Iterator[Any]:
-            return self._record_prepared(iterate(loader))
-
-        module.PreparedLoader.__iter__ = iterate_and_record
-
-    def _record_prepared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        indices: deque[Any] = deque()
-        while True:
-            self._preparing.append(indices)
-            try:
-                batch = next(batches, _END)
-            finally:
-                self._preparing.pop()
-            if batch is _END:
-                self._drop_batch(batches)
-                return
-            self._keep_batch(batches, batch, indices.popleft() if indices else None)
-            yield batch
 
     # Samples
 

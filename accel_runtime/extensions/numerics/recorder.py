@@ -14,8 +14,7 @@ import socket
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import wraps
@@ -48,7 +47,8 @@ from accel_runtime.extensions.numerics.record import (
     Summary,
     encode,
 )
-from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
+from accel_runtime.observe.import_hooks import call_after_torch_import
+from accel_runtime.observe.recorders import LoadedBatches
 
 __all__ = ["NUMERICS", "Numerics", "Recorder"]
 
@@ -59,7 +59,6 @@ _INNER_WRAPPERS = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wra
 _LIBRARIES = (f"{Path(__file__).parents[2]}{os.sep}", f"{os.sep}site-packages{os.sep}", "<")
 """Beginnings or parts of the paths of files that are no part of the script."""
 _VARIABLES = ("CUBLAS_", "NVIDIA_TF32", "PYTHONHASHSEED", "XLA_FLAGS")
-_END = object()
 _Method = Callable[..., None]
 
 
@@ -163,12 +162,8 @@ class Recorder:
         self._batches: dict[str, tuple[Batch, ...]] = {}
         """The last batch of each loader that no backward pass has followed yet."""
         self._sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._indices: weakref.WeakKeyDictionary[Any, deque[Any]] = weakref.WeakKeyDictionary()
-        """The indices of the batches that iterators of torch have requested and not returned yet."""
         self._last_random: dict[str, str] = {}
         """The states of the generators at the last batch, or at the end of the last pass."""
-        self._preparing: list[deque[Any]] = []
-        """The indices of the batches that prepared loaders read now, the innermost last."""
         self._tensors: dict[str, Any] = {}
         self._begin_pass()
         self._read: tuple[Entry, ...] = ()
@@ -199,8 +194,7 @@ class Recorder:
             modules.register_module_forward_pre_hook(self._build_pre_hook()),
             modules.register_module_forward_hook(self._build_hook()),
         ]
-        call_after_import("torch.utils.data.dataloader", self._watch_loaders)
-        call_after_import("accel_runtime.data.loader", self._watch_prepared_loaders)
+        LoadedBatches(self._keep_batch, self._drop_batch).install()
         atexit.register(self.end)
 
     def _replace_backward(self) -> None:
@@ -276,64 +270,6 @@ class Recorder:
 
         return leave
 
-    def _watch_loaders(self, module: Any) -> None:
-        base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
-        load, next_index, reset = base.__next__, base._next_index, base._reset  # noqa: SLF001
-
-        @wraps(next_index)
-        def record_index(iterator: Any) -> Any:
-            index = next_index(iterator)
-            self._indices.setdefault(iterator, deque()).append(index)
-            return index
-
-        @wraps(reset)
-        def forget_indices(iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            self._indices.pop(iterator, None)
-            return reset(iterator, *args, **kwargs)
-
-        @wraps(load)
-        def load_and_record(iterator: Any) -> Any:
-            if os.getpid() != self._pid:
-                return load(iterator)
-            try:
-                batch = load(iterator)
-            except StopIteration:
-                self._batches.pop(self._sources.pop(iterator, ""), None)
-                raise
-            queue = self._indices.get(iterator)
-            index = queue.popleft() if queue else None
-            if self._preparing:
-                self._preparing[-1].append(index)
-            else:
-                self._keep_batch(iterator, batch, index)
-            return batch
-
-        base.__next__, base._next_index, base._reset = load_and_record, record_index, forget_indices  # noqa: SLF001
-
-    def _watch_prepared_loaders(self, module: Any) -> None:
-        iterate = module.PreparedLoader.__iter__
-
-        @wraps(iterate)
-        def iterate_and_record(loader: Any) -> Iterator[Any]:
-            return self._record_prepared(iterate(loader))
-
-        module.PreparedLoader.__iter__ = iterate_and_record
-
-    def _record_prepared(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Record the batches that a prepared loader returns, instead of those that it reads."""
-        indices: deque[Any] = deque()
-        while True:
-            self._preparing.append(indices)
-            try:
-                batch = next(batches, _END)
-            finally:
-                self._preparing.pop()
-            if batch is _END:
-                self._batches.pop(self._sources.pop(batches, ""), None)
-                return
-            self._keep_batch(batches, batch, indices.popleft() if indices else None)
-            yield batch
-
     # Samples
 
     @_observes
@@ -349,6 +285,9 @@ class Recorder:
         self._batches[source] = list_batches(source, batch, list_indices(index))
         last, self._last_random = self._last_random, digest_generators()
         self._drawn_by_data |= _find_changed(last, self._last_random)
+
+    def _drop_batch(self, iterator: Any) -> None:
+        self._batches.pop(self._sources.pop(iterator, ""), None)
 
     # Modules
 
