@@ -28,5 +28,7 @@ if os.environ["RANK"] == "0":
 
 def test_a_script_that_destroys_its_group_before_its_model_does_not_hang(script):
     script(SCRIPT)
-    done = run_accel("launch", "--no-profile", "-q", "--cpu", "--nproc-per-node", "2", "train.py")
+    done = run_accel(
+        "launch", "--no-profile", "-q", "--cpu", "--nproc-per-node", "2", "train.py", teardown=True
+    )
     assert (done.returncode, done.stdout) == (0, "40 groups\n"), done.stderr

@@ -36,7 +36,7 @@ def run(tmp_path):
     def run(code):
         script = tmp_path / "train.py"
         script.write_text(code)
-        (result,) = run_script(script, [build_environ(0, 1, port=0)])
+        (result,) = run_script(script, [build_environ(0, 1, port=0)], teardown=True)
         return result
 
     return run

@@ -45,12 +45,13 @@ class ForkedProcess(Process):
         function: What it calls, as `module:function`, or the path of a script.
         arguments: Arguments of the function, values of JSON.
         descriptors: Descriptors of this process whose numbers there are the last arguments of the function.
+        teardown: Whether it ends as the interpreter does, for a test of that. Else it exits after its functions of `atexit`.
         options: Options of `subprocess.Popen` for streams, text, folder and environment.
     """
 
-    def __init__(self, interpreter, function, arguments=(), *, descriptors=(), **options):
+    def __init__(self, interpreter, function, arguments=(), *, descriptors=(), teardown=False, **options):
         self._interpreter, self._function, self._arguments = interpreter, function, tuple(arguments)
-        self._descriptors = descriptors
+        self._descriptors, self._teardown = descriptors, teardown
         super().__init__([function, *map(str, arguments)], **options)
 
     def _execute_child(self, args, *options):  # noqa: ARG002
@@ -58,7 +59,9 @@ class ForkedProcess(Process):
         cwd, env = options[4:6]
         stdin, _, _, stdout, _, stderr = pipes = options[9:15]
         environ = {name: str(value) for name, value in (os.environ if env is None else env).items()}
-        request = ForkRequest(self._function, self._arguments, environ, str(cwd or Path.cwd()))
+        request = ForkRequest(
+            self._function, self._arguments, environ, str(cwd or Path.cwd()), teardown=self._teardown
+        )
         if sys.platform != "linux":  # where no process can adopt another
             request = replace(request, arguments=(*request.arguments, *self._descriptors))
             options = (*options[:3], tuple(self._descriptors), *options[4:])

@@ -6,6 +6,8 @@ test process, with its own environment, folder and descriptors.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +42,8 @@ class ForkRequest:
     """All environment variables."""
     folder: str
     """The working folder."""
+    teardown: bool = False
+    """Whether the process ends as the interpreter does, and not at once after its functions of `atexit`."""
 
 
 class Interpreter:
@@ -152,6 +157,8 @@ def serve(link):
             loaded = modules
             gc.collect()
             gc.freeze()  # garbage collections of forked processes must not copy these pages
+            for finalizer in weakref.finalize._registry:  # hundreds of libraries of operators
+                finalizer.atexit = False
         if pid := fork_twice():
             link.send(str(pid).encode())
             for descriptor in descriptors:
@@ -226,7 +233,32 @@ def serve_in_session(descriptor):
 
 def run(request, additional_descriptors):
     """Run the script of a request as `__main__`, or call its function."""
-    target, arguments = request.function, [*request.arguments, *additional_descriptors]
+    with contextlib.nullcontext() if request.teardown else exit_at_once():
+        call(request.function, [*request.arguments, *additional_descriptors])
+
+
+@contextmanager
+def exit_at_once():
+    """Exit after the body without the teardown of the interpreter, which takes 0.3 s for the modules of torch.
+
+    Threads, functions of `atexit` and output end as always. An exception other than SystemExit is raised.
+    """
+    code = 0
+    try:
+        yield
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int):
+            raise
+        code = error.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def call(target, arguments):
+    """Run a script as `__main__`, or call a function, given as `module:function`."""
     if target.endswith(".py"):
         sys.argv = [target, *arguments]
         sys.path.insert(0, str(Path(target).parent))

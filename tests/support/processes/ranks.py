@@ -222,8 +222,8 @@ def preload(clusters, *modules):
         cluster.close()
 
 
-def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRETER):
-    """Run a script in one process for each environment, all at the same time, with the teardown of the interpreter.
+def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRETER, **options):
+    """Run a script in one process for each environment, all at the same time.
 
     Args:
         script: The path of the script.
@@ -231,6 +231,7 @@ def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRE
         timeout: The time limit of all processes in seconds, before it is scaled.
         arguments: The arguments of each process.
         interpreter: The interpreter that forks them; that of `support.processes.commands` has not imported the runtime.
+        options: Options of `ForkedProcess`.
 
     Returns:
         The output, errors and exit code of each process; a negative code is a signal.
@@ -240,7 +241,9 @@ def run_script(script, environs, timeout=240, arguments=(), interpreter=INTERPRE
     with ExitStack() as stack:
         processes = [
             stack.enter_context(
-                ForkedProcess(interpreter, str(script), arguments, env={**os.environ, **environ}, **pipes)
+                ForkedProcess(
+                    interpreter, str(script), arguments, env={**os.environ, **environ}, **pipes, **options
+                )
             )
             for environ in environs
         ]
