@@ -28,6 +28,8 @@ from typing import Any
 TESTS = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 """Constants of Linux, from sys/prctl.h."""
+MADV_COLLAPSE, HUGE_PAGE = 25, 1 << 21
+"""Constants of Linux, from sys/mman.h."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def serve(link):
             os._exit(0)
         request, modules = parse_message(data)
         if len(loaded) < len(modules):
+            gc.disable()  # it would visit a million objects that stay
             for name in modules[len(loaded) :]:
                 load_module(name)
             loaded = modules
@@ -159,6 +162,8 @@ def serve(link):
             gc.freeze()  # garbage collections of forked processes must not copy these pages
             for finalizer in weakref.finalize._registry:  # hundreds of libraries of operators
                 finalizer.atexit = False
+            gc.enable()
+            use_huge_pages()
         if pid := fork_twice():
             link.send(str(pid).encode())
             for descriptor in descriptors:
@@ -166,6 +171,19 @@ def serve(link):
             continue
         link.close()
         return request, descriptors
+
+
+def use_huge_pages():
+    """Move the memory of this process into huge pages, if Linux has them: a fork copies an entry for each page."""
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(OSError):  # a system without /proc
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, access, *_, inode = line.split()[:5]
+            if access == "rw-p" and inode == "0":
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                first, last = -(-first // HUGE_PAGE) * HUGE_PAGE, last // HUGE_PAGE * HUGE_PAGE
+                if first < last:
+                    libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
 
 
 def parse_message(data):
