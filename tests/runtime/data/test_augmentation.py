@@ -49,9 +49,8 @@ KINDS = {
     "own generator": {"shuffle": True, "persistent_workers": True, "own": True},
     "far ahead": {"prefetch_factor": 5},
     "one by one": {"batch_size": None, "shuffle": True},
-    "together": {"data": BatchedDataset},
+    "together": {"data": BatchedDataset, "collate_fn": noisy_collate},
     "initialised": {"worker_init_fn": seeded_by_the_worker},
-    "collated": {"collate_fn": noisy_collate},
     "dispatched": {"shuffle": True, "dispatch": True, "persistent_workers": True},
     "split by process": {"shuffle": True, "sharded": True, "persistent_workers": True},
     "split by process, without": {"num_workers": 0, "shuffle": True, "sharded": True},
@@ -133,8 +132,8 @@ def require_equal_resumes(pair, kind, *starts, epochs, workers=None, apart=0):
 
 
 SIBLINGS = ["two", "shuffled", "persistent", "persistent in order", "far ahead", "initialised", "a stream"]
-SIBLINGS += ["a persistent stream"]
-"""Kinds whose options are those of other kinds; `make test-full` resumes them."""
+SIBLINGS += ["a persistent stream", "split by process", "without"]
+"""Kinds whose options are those of other kinds, or of a test below; `make test-full` resumes them."""
 FROM_ANY_BATCH = ["one by one", "dispatched", "a stream with a state", "without"]
 """Kinds that `make test-slow` resumes from the first batch and from the last one; `make test-full` resumes all."""
 

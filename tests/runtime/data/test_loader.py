@@ -238,10 +238,18 @@ class SamplesOfTheEpoch(OfTheEpoch, Dataset):
 
 
 @pytest.mark.parametrize("dataset", [StreamOfTheEpoch, SamplesOfTheEpoch])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
+@pytest.mark.parametrize(
+    ("workers", "persistent"),
+    [
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.full),
+        (2, False),
+        pytest.param(1, True, id="1-persistent", marks=pytest.mark.full),
+        pytest.param(2, True, id="2-persistent"),
+    ],
+)
 def test_set_epoch_of_a_dataset_takes_effect_in_workers_that_have_a_copy_of_it(dataset, workers, persistent):
-    options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
+    options = {"num_workers": workers, "persistent_workers": persistent}
     loader = Accelerator().prepare(DataLoader(dataset(), batch_size=2, **options))
 
     def read():

@@ -274,7 +274,26 @@ def test_the_iteration_of_a_subclass_is_kept(ranks, workers):
     assert samples == list(range(0, 22, 2))
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "workers", "persistent"),
+    [
+        (1, 2, False),
+        (3, 0, False),
+        (3, 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (1, 0, False),
+                (1, 2, True),
+                (2, 0, False),
+                (2, 2, False),
+                (2, 2, True),
+                (3, 2, False),
+            ]
+        ),
+    ],
+    indirect=["ranks"],
+)
 def test_the_stateful_loader_of_torchdata_reads_every_epoch_and_continues(ranks, workers, persistent):
     pytest.importorskip("torchdata")
 
@@ -310,8 +329,15 @@ def test_a_torchdata_loader_with_a_loaded_state_is_rejected():
 # Random streams ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [ShuffledStream, BufferedShuffleStream])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        (ShuffledStream, 2),
+        (BufferedShuffleStream, 0),
+        pytest.param(ShuffledStream, 0, marks=pytest.mark.full),
+        pytest.param(BufferedShuffleStream, 2, marks=pytest.mark.full),
+    ],
+)
 def test_streams_shuffled_by_each_rank_have_one_order(several, kind, workers):
     """A9: Accelerate loses samples and repeats others."""
 
@@ -355,8 +381,15 @@ def test_persistent_workers_of_all_ranks_shuffle_equally_after_a_break(ranks):
 # Inconsistent streams ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ragged", [False, True], ids=["equally long", "one is empty"])
+@pytest.mark.parametrize(
+    ("ragged", "workers"),
+    [
+        pytest.param(False, 2, id="equally long-2"),
+        pytest.param(True, 0, id="one is empty-0"),
+        pytest.param(False, 0, id="equally long-0", marks=pytest.mark.full),
+        pytest.param(True, 2, id="one is empty-2", marks=pytest.mark.full),
+    ],
+)
 def test_a_stream_sharded_by_rank_is_rejected_before_the_first_batch(several, workers, ragged):
     def read_source(ragged, workers):
         backend = read_epochs.get_backend()
@@ -598,14 +631,8 @@ def test_an_offset_of_another_number_of_workers_is_rejected():
         read_steps(source(2, RangeStream), split_offset)
 
 
-KIND_OF_SKIPPED = {
-    0: BufferedShuffleStream,
-    1: StatefulStream,
-    4: RangeStream,
-    5: ShuffledStream,
-    40: RangeStream,
-}
-"""For each number of batches, a stream its workers do not split that is skipped with workers in `make test`."""
+SKIPPED_WITH_WORKERS = [(StatefulStream, 1), (ShuffledStream, 5), (WorkerSplitStream, 5)]
+"""Streams and numbers of batches that are skipped with workers in `make test`: one that workers split is skipped in another way."""
 
 
 def skipping_cases():
@@ -616,10 +643,8 @@ def skipping_cases():
         StatefulStream,
         WorkerSplitStream,
     ]
-    for kind, workers, skipped in product(kinds, [0, 2, 3], KIND_OF_SKIPPED):
-        # A stream that its workers split is skipped in another way than one they do not split.
-        is_split = kind is WorkerSplitStream and skipped == 5
-        chosen = not workers or (workers == 2 and (is_split or kind is KIND_OF_SKIPPED[skipped]))
+    for kind, workers, skipped in product(kinds, [0, 2, 3], [0, 1, 4, 5, 40]):
+        chosen = not workers or (workers == 2 and (kind, skipped) in SKIPPED_WITH_WORKERS)
         yield pytest.param(kind, workers, skipped, marks=[] if chosen else [pytest.mark.full])
 
 
