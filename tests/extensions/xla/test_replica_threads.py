@@ -27,7 +27,9 @@ def replica(number, body):
 def run(body):
     each = [threading.Thread(target=replica, args=(number, body)) for number in range(2)]
     [thread.start() for thread in each]
-    [thread.join() for thread in each]
+    # A busy system may deliver a signal to a thread; Python handles it when the main thread wakes up.
+    while any(thread.is_alive() for thread in each):
+        each[0].join(0.1), each[1].join(0.1)
 """
 
 
