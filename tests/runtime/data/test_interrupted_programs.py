@@ -668,8 +668,15 @@ WITH_WORKERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", WITH_WORKERS)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        # Each program in `make test-slow` with half of the methods.
+        pytest.param(name, method, marks=[pytest.mark.full] * ((at + number) % 2))
+        for at, name in enumerate(WITH_WORKERS)
+        for number, method in enumerate(METHODS)
+    ],
+)
 def test_a_program_with_persistent_workers_continues_from_every_save(name, method, tmp_path):
     check_interruptions(WITH_WORKERS[name], method, "inner first", str(tmp_path))
 
@@ -814,6 +821,11 @@ def settle(max_examples):
     )
 
 
+def some_methods(*methods):
+    """Return all methods, of which the others are for `make test-full`: a few programs run with each in `make test`."""
+    return [pytest.param(method, marks=[] if method in methods else [pytest.mark.full]) for method in METHODS]
+
+
 def check_generated_program(data, features, method):
     # A script that skips batches reads those before the save again, without its own draws between them.
     in_turn = features.augmented_streams and method in {"resume", "stateful"}
@@ -833,7 +845,7 @@ def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(method,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_methods("resume", "stateful"))
 @settle(60)
 @given(st.data())
 def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(method, data):
@@ -841,7 +853,7 @@ def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_methods("resume", "continue"))
 @settle(8)
 @given(st.data())
 def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interrupted(method, data):
@@ -849,8 +861,17 @@ def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", [False, True], ids=["", "dispatched"])
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "dispatch"),
+    [
+        pytest.param(1, 2, False, id="1-2-"),
+        pytest.param(2, 1, True, id="2-1-dispatched"),
+        pytest.param(2, 2, True, id="2-2-dispatched"),
+        pytest.param(1, 2, True, id="1-2-dispatched", marks=pytest.mark.full),
+        pytest.param(2, 1, False, id="2-1-", marks=pytest.mark.full),
+        pytest.param(2, 2, False, id="2-2-", marks=pytest.mark.full),
+    ],
+)
 @settle(6)
 @given(st.data())
 def test_a_generated_program_continues_on_another_world_size(clusters, before, after, dispatch, data):
