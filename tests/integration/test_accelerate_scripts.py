@@ -1,7 +1,7 @@
 """Scripts that use Accelerate or a Trainer themselves train with what the profile says, on several processes.
 
-The reference is the same script with the variables that Accelerate reads, set by hand: under torchrun, or in two ranks without
-a launcher where the script imports a Trainer, since each of its processes takes ten seconds to start.
+The reference is the same script with the variables of torchrun and those that Accelerate reads, set by hand, in two ranks that
+are forked from an interpreter with its packages: each process of torchrun takes ten seconds to import them.
 """
 
 from __future__ import annotations
@@ -126,12 +126,21 @@ def run_torchrun(folder, text, **variables):
     return read_facts(result.stdout)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_trains_as_under_torchrun_with_the_variables_of_accelerate(train, tmp_path, port, name):
+@pytest.mark.parametrize(
+    ("name", "is_torchrun"),
+    [
+        pytest.param("plain", False, id="plain"),
+        pytest.param("Trainer", False, id="Trainer"),
+        pytest.param("plain", True, id="plain, torchrun", marks=pytest.mark.full),
+    ],
+)
+def test_a_script_trains_as_under_torchrun_with_the_variables_of_accelerate(
+    train, tmp_path, port, name, is_torchrun
+):
     options = ("--mixed-precision", "bf16")
     facts = train(SCRIPTS[name], *PAIR, *options)
     variables = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
-    if name == "plain":
+    if is_torchrun:
         assert facts == run_torchrun(tmp_path, SCRIPTS[name], **variables)
     else:
         output, _ = run_ranks(2, port, tmp_path / "train.py", cwd=tmp_path, **variables)
@@ -197,7 +206,9 @@ def test_a_script_of_accel_that_imports_accelerate_is_not_refused(accel, tmp_pat
     ("command", "name"),
     [
         pytest.param((*PAIR, "--set", "launcher.start_method=forkserver"), "Trainer", id="forkserver"),
-        pytest.param((*PAIR, "--set", "launcher.start_method=exec"), "plain", id="exec"),
+        pytest.param(
+            (*PAIR, "--set", "launcher.start_method=exec"), "plain", id="exec", marks=pytest.mark.full
+        ),
         pytest.param(("launch", "--no-profile", "--cpu"), "Trainer", id="single", marks=pytest.mark.full),
     ],
 )

@@ -71,14 +71,14 @@ def test_every_example_is_tested():
 
 
 FIRST = {
-    "checkpointing",
     "early_stopping",
     "evaluation",
     "gan",
     "streaming",
     "token_weights",
 }
-"""The examples of training, saving and evaluating, which `make test-slow` runs; `make demo` runs `digits`, and `make test-full` all."""
+"""The examples of training and evaluating, which `make test-slow` runs; test_resuming.py runs `checkpointing`, `make demo` runs
+`digits`, and `make test-full` all."""
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.processes.waits import limit, wait_until
 
 from accel_cli.runner.guard import list_processes
 
-QUIET_S = 12
+QUIET_S = 9
 TRAINS = f"""
 import os, subprocess, sys, time
 import torch, torch.distributed as dist

@@ -490,8 +490,8 @@ if accelerator.is_main_process:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fp16", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full
+@pytest.mark.parametrize("fp16", [False, True])
 def test_a_script_for_accelerate_trains_equally_on_one_and_two_processes(accel, script, monkeypatch, fp16):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script(EARLY.replace("FP16", str(fp16)))

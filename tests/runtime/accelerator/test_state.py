@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.processes.commands import run_ranks
 from support.training.data_sets import MappedDataset
 from torch.utils.data import DataLoader
 
@@ -49,12 +50,8 @@ assert AcceleratorState().process_index == state.process_index
 
 
 @pytest.mark.slow
-def test_a_partial_state_connects_under_torchrun(script, cwd, monkeypatch):
-    monkeypatch.setenv("ACCEL_DEVICE", "cpu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = subprocess.run([*command, script(SCRIPT)], capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
+def test_a_partial_state_connects_with_the_variables_of_torchrun(script, cwd, port):
+    run_ranks(2, port, script(SCRIPT), cwd=cwd, ACCEL_DEVICE="cpu")
     texts = [(cwd / f"{rank}.txt").read_text() for rank in range(2)]
     assert texts == [repr((2, "MULTI_CPU", "gloo", "cpu"))] * 2
 

@@ -1,10 +1,12 @@
 """The warning about losses that are NaN at the end."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
+from support.processes.children import ForkedProcess
+from support.processes.commands import INTERPRETER
+from support.processes.waits import limit
 
 from accel_runtime.checks import losses as loss_check
 from accel_runtime.checks.losses import LossCheck
@@ -59,7 +61,7 @@ def test_one_line_at_the_end_of_a_script_reports_losses_that_are_nan(tmp_path, e
         "for _ in range(3):\n    accelerator.backward(model(torch.ones(1, 1)).sum() * float('nan'))\n"
         f"{ending}\n"
     )
-    result = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert ("The loss was NaN or infinite" in result.stderr) is not bool(ending)
+    with ForkedProcess(INTERPRETER, str(tmp_path / "train.py"), stderr=subprocess.PIPE, text=True) as process:
+        _, errors = process.communicate(timeout=limit(60))
+    assert process.returncode == bool(ending), errors
+    assert ("The loss was NaN or infinite" in errors) is not bool(ending)
