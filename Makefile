@@ -23,6 +23,9 @@ DEEPSPEED_READY := $(DEEPSPEED)/.ready
 DEEPSPEED_TESTS := tests/extensions/deepspeed/zero tests/runtime/parallel/test_strategy_contract.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
+# Tests that share a service or an imported library run in one process; those of services wait for most of their time.
+SLOW_AT_ONCE := -n 3 --dist loadgroup --durations=40 --durations-min=5
+SERVICES_AT_ONCE := -n 5 --dist loadgroup --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
 # pyproject.toml, as the pytest of a machine with a GPU may be too old for these options.
 PYTEST = -m pytest -o cache_dir=$(VENV)/.pytest_cache -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
@@ -50,10 +53,10 @@ test: $(READY)  ## Set up, then run the tests of the core for every change, and 
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full and (smoke or not extension)"
 
 test-slow: $(READY)  ## Run the slow tests of the core: many launches, the first pages of the docs
-	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "slow and not service and not full" tests --ignore=tests/extensions
+	$(BIN)/python $(PYTEST) $(SLOW_AT_ONCE) -m "slow and not service and not full" tests --ignore=tests/extensions
 
 test-services: $(READY)  ## Install Ceph, Slurm, sshd and Chromium, and run the tests that need them or root (Debian, as root)
-	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -m "service and not full"
+	$(BIN)/python $(PYTEST) $(SERVICES_AT_ONCE) --services -m "service and not full"
 
 test-extensions: $(READY)  ## Run all tests of the extensions, but those with an environment of their own
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "not full" tests/extensions $(addprefix --ignore=tests/extensions/,deepspeed/zero ray/cluster xla/device)

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.cases.lanes import is_in_lane, read_marks
+from support.cases.lanes import build_scheduler, is_in_lane, read_marks
 from support.processes.children import free_port
 from support.processes.services import UnavailableError, prepare_services, skip_services
 from support.processes.waits import limit
@@ -425,6 +425,12 @@ def pytest_collection_modifyitems(config, items):
             assert not wrong, (
                 f"{item.nodeid}: a lane would not find its marks {wrong}: see support/cases/lanes.py"
             )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give tests that share a service or an interpreter to one process: groups of xdist 3.8 have no effect with pytest 9.2."""
+    return build_scheduler(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,20 +1,33 @@
-"""The files of a lane: those whose tests the expression of `-m` may select, by the marks that stand in their texts."""
+"""The files of a lane: those whose tests the expression of `-m` may select, by the marks that stand in their texts.
+
+And the tests of a lane that share what takes long to start, so that one process of pytest-xdist runs them.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from functools import cache
 
 from _pytest.mark.expression import Expression
 from support.processes.services import FIXTURES
 
-__all__ = ["is_in_lane", "read_marks"]
+__all__ = ["build_scheduler", "find_group", "is_in_lane", "read_marks"]
 
 MARKS = ("extension", "full", "gpu", "service", "slow", "smoke")
 TRACES = {"service": ("service", "s3_", *FIXTURES), "slow": ("slow",), "smoke": ("smoke",)}
 """Texts without which no test of a file has a mark; any test may get `full` from a parameter of a fixture."""
 IMPORTS_TESTS = re.compile(r"\btest_\w+ import |load_test_module")
 """A file with tests of another one, whose text has their marks."""
+STARTED_ONCE = {
+    "Slurm": ("slurm_cluster",),
+    "Chromium": ("open_browser",),
+    "Transformers": ("preload(", '"transformers.'),
+}
+"""What each process of pytest-xdist would start, or import for ten seconds, for itself; and texts of the files with its tests.
+
+Tests with Ceph have its name in their ids.
+"""
 
 
 def read_marks(path, *, is_extension):
@@ -44,3 +57,28 @@ def is_in_lane(expression, marks):
     return any(
         mark not in MARKS for mark in re.findall(r"\w+", expression) if mark not in {"and", "or", "not"}
     )
+
+
+def build_scheduler(config, log):
+    """Return a scheduler of pytest-xdist that gives the tests of a group to one process, and the others one by one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return find_group(config.rootpath, nodeid) or nodeid
+
+    return GroupScheduling(config, log)
+
+
+def find_group(root, nodeid):
+    """Return the name of what a test shares with others, or None."""
+    file, _, test = nodeid.partition("::")
+    if "Ceph" in test:
+        return "Ceph"
+    return _find_group_of_file(root / file)
+
+
+@cache
+def _find_group_of_file(path):
+    text = path.read_text("utf-8")
+    return next((name for name, parts in STARTED_ONCE.items() if all(part in text for part in parts)), None)
