@@ -23,7 +23,7 @@ DEEPSPEED_READY := $(DEEPSPEED)/.ready
 DEEPSPEED_TESTS := tests/extensions/deepspeed/zero tests/runtime/parallel/test_strategy_contract.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
-# Tests that share a service or an imported library run in one process; those of services wait for most of their time.
+# Tests that share a service, a library or replicas run in one process; those of services wait for most of their time.
 SLOW_AT_ONCE := -n 3 --dist loadgroup --durations=40 --durations-min=5
 SERVICES_AT_ONCE := -n 5 --dist loadgroup --durations=40 --durations-min=5
 # A test that hangs ends its process after 15 minutes with the stacks of all threads, and the other tests still run. Not in
@@ -62,7 +62,7 @@ test-extensions: $(READY)  ## Run all tests of the extensions, but those with an
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "not full" tests/extensions $(addprefix --ignore=tests/extensions/,deepspeed/zero ray/cluster xla/device)
 
 test-xla: $(XLA_READY)  ## Set up torch_xla in a separate environment, and test on its CPU device
-	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal -m "not full" $(XLA_TESTS)
+	$(XLA)/bin/python $(PYTEST) -n 2 --dist loadgroup -m "not full" $(XLA_TESTS)
 
 test-ray: $(RAY_READY)  ## Set up Ray in a separate environment, and test on a cluster on this machine
 	$(RAY)/bin/python $(PYTEST) -m "not full" tests/extensions/ray/cluster
@@ -75,7 +75,7 @@ test-gpu: $(GPU_READY)  ## Run the tests that need a GPU; `PYTHON=python3` uses 
 
 test-full: $(READY) $(XLA_READY) $(RAY_READY) $(DEEPSPEED_READY)  ## Run all tests in random order, then the mutations
 	$(BIN)/python $(PYTEST) $(AT_ONCE) --services -p randomly --hypothesis-profile search
-	$(XLA)/bin/python $(PYTEST) -n 2 --dist worksteal $(XLA_TESTS)
+	$(XLA)/bin/python $(PYTEST) -n 2 --dist loadgroup $(XLA_TESTS)
 	$(RAY)/bin/python $(PYTEST) tests/extensions/ray/cluster
 	$(DEEPSPEED)/bin/python $(PYTEST) -n 2 --dist worksteal $(DEEPSPEED_TESTS)
 	$(BIN)/python tests/mutations.py

@@ -24,10 +24,14 @@ STARTED_ONCE = {
     "Chromium": ("open_browser",),
     "Transformers": ("preload(", '"transformers.'),
 }
-"""What each process of pytest-xdist would start, or import for ten seconds, for itself; and texts of the files with its tests.
-
-Tests with Ceph have its name in their ids.
-"""
+"""What each process of pytest-xdist would start, or import for ten seconds, for itself; and texts of the files with its tests."""
+STARTED_FOR_NAMES = {
+    "Ceph": ("Ceph",),
+    "1 and 4 replicas": ("1 replica", "4 replicas", "xla 1", "one_replica", "one_and_four"),
+    "2 replicas": ("2 replicas", "xla 2", "two_replicas"),
+    "SPMD": ("spmd", "SPMD"),
+}
+"""The same, for tests whose names or parameters have a text."""
 
 
 def read_marks(path, *, is_extension):
@@ -73,9 +77,8 @@ def build_scheduler(config, log):
 def find_group(root, nodeid):
     """Return the name of what a test shares with others, or None."""
     file, _, test = nodeid.partition("::")
-    if "Ceph" in test:
-        return "Ceph"
-    return _find_group_of_file(root / file)
+    named = (name for name, parts in STARTED_FOR_NAMES.items() if any(part in test for part in parts))
+    return next(named, None) or _find_group_of_file(root / file)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 
 import cloudpickle
 import pytest
@@ -114,18 +115,29 @@ WAYS = {
 }
 
 
+RESUMED = {
+    (2, "shuffled", False),
+    (1, "workers", False),
+    (2, "accumulating", True),
+    (1, "momentum", False),
+}
+"""Each way once, on one replica or on two."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "background"),
+    ("size", "kind", "background"),
     [
         pytest.param(
-            kind, background, marks=[] if background == (kind == "accumulating") else pytest.mark.full
+            *case,
+            id=f"{case[0]} replica{'s' * (case[0] > 1)}-{case[1]}-{case[2]}",
+            marks=[pytest.mark.full] * (case not in RESUMED),
         )
-        for kind in WAYS
-        for background in (False, True)
+        for case in product((1, 2), WAYS, (False, True))
     ],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(ranks, kind, background, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(replicas, size, kind, background, tmp_path):
     """Compare batches, losses, dropout and weights bit for bit, at several points of an epoch."""
+    ranks = replicas[size]
     points = (1, 4, 6) if kind == "shuffled" else (4,)
     uninterrupted = ranks.run(
         lambda *a: train_and_save(*a, background=background), str(tmp_path), points, WAYS[kind]
