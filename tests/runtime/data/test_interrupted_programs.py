@@ -853,7 +853,7 @@ def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", some_methods("resume", "continue"))
+@pytest.mark.parametrize("method", some_methods("resume"))
 @settle(8)
 @given(st.data())
 def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interrupted(method, data):

@@ -130,8 +130,15 @@ def load(layout, precision, kind, file, folder):
 SHORT = ("stage 2", "replicated", "stage 3", "fully_shard", "stage 1", "replicated")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        # Each kind of model with one precision.
+        pytest.param(precision, kind, marks=[pytest.mark.full] * ((at + number) % len(PRECISIONS) != 0))
+        for at, precision in enumerate(PRECISIONS)
+        for number, kind in enumerate(KINDS)
+    ],
+)
 @pytest.mark.parametrize("pairs", [
     pytest.param(list(pairwise(SHORT)), id="one after another"),
     pytest.param([(a, b) for a in LAYOUTS for b in LAYOUTS], id="all pairs", marks=pytest.mark.full),

@@ -314,7 +314,11 @@ def test_two_replicas_train_as_one_process(replicas, gloo, name):
         agree(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["plainly", "accumulating", "with_weights"])
+@pytest.mark.parametrize(
+    "name",
+    # Steps with weights accumulate too.
+    ["plainly", pytest.param("accumulating", marks=pytest.mark.full), "with_weights"],
+)
 def test_one_and_four_replicas_train_as_one_process(replicas, gloo, name):
     expected = gloo[1].run(trained, CASES[name], name)[0]
     for size in (1, 4):
