@@ -262,13 +262,20 @@ def accuracy(process):
     return float(re.search(r"test accuracy (\S+)", process.stdout)[1])
 
 
-def test_the_example_learns_as_well_on_replicas_as_on_processes(launch, devices):
+ON_PROCESSES = 0.924
+"""The accuracy of the example after two epochs on processes that use gloo."""
+
+
+@pytest.mark.parametrize(
+    ("count", "lower"),
+    [
+        # Replicas that are threads draw from one generator, in no fixed order, and begin with other weights each time:
+        # five runs came to 0.924 to 0.947.
+        (2, 0.04),
+        pytest.param(1, 0.02, marks=pytest.mark.full),
+    ],
+)
+def test_the_example_learns_as_well_on_replicas_as_on_processes(launch, devices, count, lower):
+    devices(count)
     arguments = (str(EXAMPLES / "digits.py"), "--epochs", "2", "--output", "w.safetensors")
-    on_gloo = 0.924
-    on_two = accuracy(launch(*arguments))
-    devices(1)
-    on_one = accuracy(launch(*arguments))
-    assert on_one > on_gloo - 0.02
-    # Replicas that are threads draw from one generator, in no fixed order, and begin with other weights each time:
-    # five runs came to 0.924 to 0.947, where processes come to 0.924.
-    assert on_two > on_gloo - 0.04
+    assert accuracy(launch(*arguments)) > ON_PROCESSES - lower
