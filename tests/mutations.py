@@ -78,6 +78,30 @@ class Mutation:
 
 MUTATIONS = (
     Mutation(
+        "divisor of a part of a global batch",
+        "accel_runtime.foundation.epoch_progress:StepInfo.weigh_for",
+        set_value("divisor", "sum(self.num_valid)"),
+        (
+            "tests/runtime/data/test_global_batches.py::test_weights_of_a_cycle_give_the_mean_over_its_samples",
+        ),
+    ),
+    Mutation(
+        "rest of a global batch after a resume",
+        "accel_runtime.data.sharding:BatchSharding.split_samples",
+        replace_argument("_split_cycles", 2, "0"),
+        (
+            "tests/runtime/data/test_global_batches.py::test_a_run_that_continues_on_another_number_of_ranks_has_the_rest_of_the_same_cycles",
+        ),
+    ),
+    Mutation(
+        "random states of the first rank on another number of ranks",
+        "accel_runtime.backends.rng:derive_random_states",
+        set_value("is_first", "False"),
+        (
+            "tests/runtime/checkpoint/test_random_state.py::test_derived_streams_are_equal_on_all_ranks_only_if_the_saved_ones_were",
+        ),
+    ),
+    Mutation(
         "replay that differs",
         "accel_runtime.checks.replay:_find_difference",
         return_value("None"),

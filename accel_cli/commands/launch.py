@@ -66,6 +66,7 @@ def launch(  # noqa: PLR0913 - the signature declares the options, which the req
     rdzv_id: typed.RdzvId = None,
     node_rank: typed.NodeRank = None,
     mixed_precision: typed.MixedPrecision = None,
+    global_batch_size: typed.GlobalBatchSize = None,
     resume: typed.Resume = False,
     ranks: typed.Ranks = None,
     log_dir: typed.LogDir = None,

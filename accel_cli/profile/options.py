@@ -18,6 +18,7 @@ __all__ = [
     "Cpu",
     "DryRun",
     "Explain",
+    "GlobalBatchSize",
     "GpuIds",
     "LogDir",
     "MaxRestarts",
@@ -203,6 +204,16 @@ MixedPrecision = Annotated[
         "--mixed-precision", metavar="FORMAT", help="Compute in no, bf16 or fp16.", rich_help_panel=_TRAINING
     ),
     _Sets("mixed_precision"),
+]
+GlobalBatchSize = Annotated[
+    str | None,
+    typer.Option(
+        "--global-batch-size",
+        metavar="N",
+        help="Train on N samples an optimizer step, whatever the number of processes.",
+        rich_help_panel=_TRAINING,
+    ),
+    _Sets("global_batch_size", "scalar"),
 ]
 Resume = Annotated[
     bool,

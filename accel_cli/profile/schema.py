@@ -153,6 +153,13 @@ class _Settings(Section):
             "its own, `gradient_accumulation_steps`.",
         ),
     ] = 1
+    global_batch_size: Annotated[
+        Literal["none"] | Annotated[int, Field(ge=1)],
+        Field(
+            description="Samples per optimizer step over all processes, unless the script passes another number: each step sees the samples "
+            "that one process would see, whatever the number of processes. `none` counts micro-batches instead.",
+        ),
+    ] = "none"
     resume: Annotated[
         bool,
         Field(

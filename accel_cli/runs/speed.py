@@ -255,6 +255,12 @@ def describe_global_batch(description: Path) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         for loader in read_json(description)["data"]["loaders"]:
             size, parts, batch = loader["script_batch_size"], loader["parts"], loader["global_batch"]
+            if loader.get("counts_samples"):
+                steps, ranks = loader["micro_batches"], "rank" if parts == 1 else "ranks"
+                return (
+                    f"an optimizer step has {loader['samples_a_step']:,} samples on any number of processes: here up to {size:,} on each of "
+                    f"{parts:,} {ranks} in {steps:,} micro-batch{'' if steps == 1 else 'es'}"
+                )
             if size and batch != size:
                 return (
                     f"the global batch is {batch:,} samples: {size:,} of the script on each of {parts:,} "

@@ -109,6 +109,9 @@ class Accelerator(ProcessMethods):
         kwargs_handlers: At most one each of `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs` and `ProfileKwargs`.
         gradient_accumulation_plugin: Options of accumulation; replaces `gradient_accumulation_steps`.
+        global_batch_size: The samples of an optimizer step over all processes, in place of `gradient_accumulation_steps`. Loaders have
+            the micro-batch of one process that fits into memory; each step has the samples that one process would have, in the
+            same order and with the same weights, whatever the number of processes and the batch size.
         dynamo_backend: The backend of `torch.compile` to compile models with.
         dynamo_plugin: Options of compilation; replaces `dynamo_backend`.
         dispatch_batches: The same as this field of `dataloader_config`.
@@ -145,6 +148,7 @@ class Accelerator(ProcessMethods):
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: list[KwargsHandler] | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        global_batch_size: int | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dispatch_batches: bool | None = None,
@@ -165,6 +169,7 @@ class Accelerator(ProcessMethods):
                 device_placement=device_placement,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 gradient_accumulation_plugin=gradient_accumulation_plugin,
+                global_batch_size=global_batch_size,
                 dynamo_backend=dynamo_backend,
                 dynamo_plugin=dynamo_plugin,
                 dataloader_config=dataloader_config,
@@ -1160,8 +1165,8 @@ class Accelerator(ProcessMethods):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches per optimizer step."""
-        return self._run.accumulation.steps
+        """Return the number of micro-batches per optimizer step; with `global_batch_size`, those of the first prepared loader."""
+        return self._run.count_micro_batches()
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:

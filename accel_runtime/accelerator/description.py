@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
 from accel_runtime.accelerator.options import OptionFacts
@@ -31,6 +33,7 @@ __all__ = [
     "ModelFacts",
     "ProcessFacts",
     "SchedulerFacts",
+    "describe_division",
     "describe_run",
     "loader_facts",
     "model_facts",
@@ -80,15 +83,19 @@ class LoaderFacts:
     script_batch_size: int | None
     """Samples in a batch of the loader that the script made; None if batches have no fixed size."""
     batch_size: int | None
-    """Samples of one rank in a full step; None if batches have no fixed size."""
+    """Samples of one rank in a full step, at most; None if batches have no fixed size."""
     parts: int
     """The number of shards of a global batch."""
     ranks_a_part: int
     """The number of model-parallel ranks, which have the same shard."""
     global_batch: int | None
     """Samples of all ranks in a full step."""
+    micro_batches: int
+    """Steps of an optimizer step."""
     samples_a_step: int | None
-    """Samples per optimizer step: the global batch times the accumulation steps."""
+    """Samples per optimizer step: `global_batch_size`, or the global batch times the accumulation steps."""
+    counts_samples: bool
+    """True if an optimizer step has `global_batch_size` samples, whatever the number of ranks."""
     end: str
     """The treatment of the last batch of an epoch."""
 
@@ -111,6 +118,8 @@ class Description:
     accumulation_steps: int
     gradients: str
     """The items over which the gradients of an optimizer step are averaged."""
+    depends_on_division: str
+    """The parts of the models that depend on how a global batch is divided; empty without `global_batch_size`."""
     models: tuple[ModelFacts, ...]
     optimizers: tuple[str, ...]
     schedulers: tuple[SchedulerFacts, ...]
@@ -142,10 +151,12 @@ class Description:
         for optimizer in self.optimizers:
             yield "optimizer", optimizer
         yield "gradients", self.gradients
+        if self.depends_on_division:
+            yield "", self.depends_on_division
         for scheduler in self.schedulers:
             yield "scheduler", f"{scheduler.name}: {scheduler.advances}"
         for loader in self.loaders:
-            yield "loader", _format_loader(loader, self.accumulation_steps)
+            yield "loader", _format_loader(loader)
         defaults = dict(flatten_settings(Settings()))
         for name, option in self.options.items():
             # A launcher sets the variables of all options, most of them to the default.
@@ -189,6 +200,9 @@ def describe_run(run: Run) -> Description:
         gradients=accumulation.describe(
             data_ranks.world_size, split_batches=options.loaders.split_batches and not accumulation.weighted
         ),
+        depends_on_division=""
+        if accumulation.global_batch_size is None
+        else describe_division(map(strategy.unwrap_model, run.prepared.models)),
         models=tuple(
             model_facts(
                 strategy.unwrap_model(model),
@@ -213,6 +227,19 @@ def describe_run(run: Run) -> Description:
             name: OptionFacts(value, origin) for name, (value, origin) in strategy.describe_options().items()
         },
     )
+
+
+def describe_division(models: Iterable[nn.Module]) -> str:
+    """Return which parts of models depend on the division of a batch among micro-batches and processes; empty if none does."""
+    modules = {id(module): module for model in models for module in model.modules()}.values()
+    norms = sorted({class_of(each) for each in modules if isinstance(each, _BatchNorm)})
+    drops = sorted({class_of(each) for each in modules if isinstance(each, _DropoutNd) and each.p})
+    parts = []
+    if norms:
+        parts.append(f"{', '.join(norms)} has the statistics of a micro-batch")
+    if drops:
+        parts.append(f"{', '.join(drops)} draws other numbers")
+    return f"not independent of the number of processes: {' and '.join(parts)}" if parts else ""
 
 
 def model_facts(
@@ -248,17 +275,19 @@ def model_facts(
 
 def loader_facts(loader: PreparedLoader[Any], data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
     """Describe a prepared loader."""
-    global_batch = loader.total_batch_size if loader.source_batch_size is not None else None
+    is_sized = loader.source_batch_size is not None
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
         samples=len_or_none(loader.dataset),
         steps=len_or_none(loader),
         script_batch_size=loader.source_batch_size,
-        batch_size=global_batch // data_rank.world_size if global_batch else None,
+        batch_size=loader.local_batch_size if is_sized else None,
         parts=data_rank.world_size,
         ranks_a_part=data_rank.model_parallel_size,
-        global_batch=global_batch,
-        samples_a_step=global_batch * accumulation_steps if global_batch else None,
+        global_batch=loader.local_batch_size * data_rank.world_size if is_sized else None,
+        micro_batches=loader.steps_per_cycle if loader.counts_samples else accumulation_steps,
+        samples_a_step=loader.total_batch_size * accumulation_steps if is_sized else None,
+        counts_samples=loader.counts_samples,
         end=loader.end,
     )
 
@@ -297,7 +326,7 @@ def _join(names: Iterable[str]) -> str:
     return ", ".join(sorted({name for name in names if name}))
 
 
-def _format_loader(loader: LoaderFacts, accumulation_steps: int) -> str:
+def _format_loader(loader: LoaderFacts) -> str:
     samples = "unknown samples" if loader.samples is None else _count(loader.samples, "sample")
     steps = "an unknown number of steps" if loader.steps is None else _count(loader.steps, "step")
     if loader.batch_size is None:
@@ -309,11 +338,16 @@ def _format_loader(loader: LoaderFacts, accumulation_steps: int) -> str:
             else _count(loader.parts, "rank")
         )
         size = (
-            f"{loader.batch_size} x {shards} x {accumulation_steps} accumulation = "
+            f"{loader.batch_size} x {shards} x {loader.micro_batches} accumulation = "
             f"{_count(loader.samples_a_step or 0, 'sample')} an optimizer step"
         )
+        if loader.batch_size * loader.parts * loader.micro_batches != loader.samples_a_step:
+            size = (
+                f"{_count(loader.samples_a_step or 0, 'sample')} an optimizer step, divided evenly over {shards} x "
+                f"{_count(loader.micro_batches, 'micro-batch', 'es')} of at most {loader.batch_size}"
+            )
     return f"{loader.dataset}: {samples} in {steps}; {size}; {loader.end}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

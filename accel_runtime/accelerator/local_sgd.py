@@ -31,7 +31,7 @@ class LocalSGD:
         enabled: If true, train locally; False trains as without the context.
 
     Raises:
-        ValueError: `local_sgd_steps` is below 1.
+        ValueError: `local_sgd_steps` is below 1, or the run has a `global_batch_size`.
     """
 
     @check_keywords_of
@@ -40,6 +40,11 @@ class LocalSGD:
     ) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"Invalid local_sgd_steps={local_sgd_steps}: expected at least 1.")
+        if enabled and (size := accelerator._run.accumulation.global_batch_size) is not None:  # noqa: SLF001 - a part of the Accelerator
+            raise ValueError(
+                f"LocalSGD cannot train with global_batch_size={size}: each process makes steps of its own, with the samples of one "
+                "process. Use gradient_accumulation_steps, or train without LocalSGD."
+            )
         self.enabled = enabled and accelerator.use_distributed
         """True if weights are averaged."""
         self.num_steps = 0

@@ -147,6 +147,7 @@ class Arguments:
     device_placement: bool
     gradient_accumulation_steps: int
     gradient_accumulation_plugin: GradientAccumulationPlugin | None
+    global_batch_size: int | None
     dynamo_backend: DynamoBackend | str | None
     dynamo_plugin: TorchDynamoPlugin | None
     dataloader_config: DataLoaderConfiguration | None
@@ -211,6 +212,7 @@ class RunOptions:
         self.settings = replace(
             self.settings,
             gradient_accumulation_steps=self.accumulation.steps,
+            global_batch_size=self.accumulation.global_batch_size or "none",
             node_dir=os.fspath(self.project.node_dir or self.settings.node_dir),
             store_every=self.project.store_every or self.settings.store_every,
             compile=_read_dynamo_plugin(self.dynamo),
@@ -220,6 +222,11 @@ class RunOptions:
         )
         """How loaders are sharded."""
         check_loader_configuration(self.loaders)
+        if self.loaders.split_batches and self.accumulation.global_batch_size is not None:
+            raise ValueError(
+                f"split_batches=True and global_batch_size={self.accumulation.global_batch_size} contradict each other: with the second, the "
+                "batch size of a loader is that of one micro-batch of one process. Pass only one."
+            )
         self.device_placement = arguments.device_placement
         """True if models and batches are moved to the device."""
         self.rng_types = parse_rng_types(arguments.rng_types)
@@ -238,6 +245,7 @@ class RunOptions:
             **dict.fromkeys(ENGINES.names, arguments.engine_plugin is not None),
             "gradient": arguments.gradient_accumulation_plugin is not None
             or (arguments.gradient_accumulation_steps != 1 and not self.accelerate.arguments),
+            "global_batch_size": arguments.global_batch_size is not None,
             "compile": dynamo is not None,
             "node_dir": self.project.node_dir is not None,
             "store_every": self.project.store_every is not None,
@@ -307,7 +315,13 @@ class RunOptions:
     @property
     def loader_options(self) -> LoaderOptions:
         """Return the options of loaders that are prepared now."""
-        return loader_options(self.loaders, self.device_placement, self.rng_types, self.count_tokens)
+        return loader_options(
+            self.loaders,
+            self.device_placement,
+            self.rng_types,
+            self.count_tokens,
+            self.accumulation.global_batch_size,
+        )
 
     def set_loaders(self, config: DataLoaderConfiguration, *, are_prepared: bool) -> None:
         """Replace the configuration of loaders; `are_prepared` if a loader or scheduler counts by the earlier one."""
@@ -427,7 +441,39 @@ def _build_accumulation(
         options = int(other.text)  # the environment variable overrides the argument in Accelerate, too
     elif plugin is None and type(steps) is int and steps == 1:
         options = settings.gradient_accumulation_steps
-    return Accumulation(options)
+    size: Any = arguments.global_batch_size
+    if size is None and settings.global_batch_size != "none":
+        size = settings.global_batch_size
+    accumulation = Accumulation(options, None if size is None else _check_global_batch_size(size))
+    if accumulation.global_batch_size is not None:
+        _check_counted_samples(accumulation)
+    return accumulation
+
+
+def _check_global_batch_size(size: Any) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"Invalid global_batch_size={size!r}: expected a number of samples, at least 1.")
+    return size
+
+
+def _check_counted_samples(accumulation: Accumulation) -> None:
+    """Raise ValueError for options of accumulation that count micro-batches, and refuse to set them later."""
+    plugin, size = accumulation.plugin, accumulation.global_batch_size
+    if plugin.num_steps != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={plugin.num_steps} and global_batch_size={size} contradict each other: the batch size of a loader "
+            "and the number of processes determine the micro-batches of a global batch. Pass only one."
+        )
+    if not plugin.sync_with_dataloader:
+        raise ValueError(
+            f"sync_with_dataloader=False and global_batch_size={size} contradict each other: a global batch ends with the epoch. Leave "
+            "out sync_with_dataloader."
+        )
+    plugin.freeze(
+        f"global_batch_size={size} determines the micro-batches",
+        "Leave it out",
+        but={"sync_each_batch", "adjust_scheduler"},
+    )
 
 
 def _build_dynamo_plugin(argument: Any, compiler: Compile) -> TorchDynamoPlugin:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_runtime.accelerator.description import LoaderFacts, describe_run, loader_facts
+from accel_runtime.accelerator.description import LoaderFacts, describe_division, describe_run, loader_facts
 from accel_runtime.accelerator.run import Run
 from accel_runtime.checks.consistency import check_consistent, collect_option_facts
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
@@ -98,12 +98,11 @@ class Preparation:
         for key, (leaf, placement) in leaves.items():
             if isinstance(leaf, DataLoader):
                 results[key] = self.prepare_data_loader(leaf, placement)
-        sizes = [
-            loader.total_batch_size // self._run.backend.data_rank.world_size
-            for loader in self._run.prepared.loaders
-            if loader.source_batch_size is not None
-        ]
-        self._run.strategy.check_batch_sizes(sizes, self._run.accumulation.steps)
+        loaders = [each for each in self._run.prepared.loaders if each.source_batch_size is not None]
+        steps = self._run.accumulation.steps
+        self._run.strategy.check_batch_sizes(
+            [each.local_batch_size for each in loaders], [each.total_batch_size * steps for each in loaders]
+        )
         prepared = [
             nested.map_leaves(lambda leaf: results.get(id(leaf), leaf), item, objects=False)
             for item in objects
@@ -176,6 +175,7 @@ class Preparation:
         settings = {
             "mixed_precision": self._run.options.settings.mixed_precision,
             "gradient_accumulation_steps": self._run.accumulation.steps,
+            "global_batch_size": self._run.accumulation.global_batch_size,
             "sync_each_batch": plugin.sync_each_batch,
             "sync_with_dataloader": plugin.sync_with_dataloader,
             "adjust_scheduler": plugin.adjust_scheduler,
@@ -316,9 +316,12 @@ class Preparation:
 
     def _add_model(self, prepared: nn.Module, *, is_trained: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
-        if self._run.backend.may_have_padding:
+        if self._run.loops.has_padding:
             self._run.strategy.observe_inputs(prepared, self._run.loops.model_inputs)
         self._run.checks.add_model(prepared, is_trained=is_trained)
+        size = self._run.accumulation.global_batch_size
+        if size is not None and is_trained and (text := describe_division([prepared])):
+            _LOG.warning_once("With global_batch_size=%d, training is %s.", size, text)
         unwrap = self._run.strategy.unwrap_model
         same = [
             i for i, earlier in enumerate(self._run.prepared.models) if unwrap(earlier) is unwrap(prepared)
@@ -348,7 +351,9 @@ class Preparation:
 
     def _count_strides(self) -> int:
         """Return the number of scheduler steps per training step: schedules count batches of one process."""
-        return 1 if self._run.options.loaders.split_batches else self._run.backend.data_rank.world_size
+        is_counted = self._run.accumulation.global_batch_size is not None
+        is_global = self._run.options.loaders.split_batches or is_counted
+        return 1 if is_global else self._run.backend.data_rank.world_size
 
     def _add_scheduler(self, scheduler: LRScheduler) -> PreparedScheduler:
         stepped = [o for o in self._run.prepared.optimizers if scheduler.optimizer in (o, o.optimizer)]

@@ -112,7 +112,9 @@ class Run:
         precision = Precision(mixed_precision, backend.device, options.get_kwargs(AutocastKwargs), scaler)
         gradients = Gradients(accumulation, precision, strategy, prepared.models, prepared.optimizers)
         loops = ActiveLoops(
-            backend.data_rank.rank, has_padding=backend.may_have_padding, peers=current_loops()
+            backend.data_rank.rank,
+            has_padding=backend.may_have_padding or accumulation.global_batch_size is not None,
+            peers=current_loops(),
         )
         checks = Checks(
             strategy,
@@ -135,6 +137,13 @@ class Run:
             checks,
             rank_recorder(backend.topology.rank),
         )
+
+    def count_micro_batches(self) -> int:
+        """Return the micro-batches of an optimizer step: with a global batch size, those of the first loader."""
+        loader = next(iter(self.prepared.loaders), None)
+        if self.accumulation.global_batch_size is None or loader is None:
+            return self.accumulation.steps
+        return loader.steps_per_cycle
 
     @property
     def original_models(self) -> list[nn.Module]:

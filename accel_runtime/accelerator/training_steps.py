@@ -19,6 +19,7 @@ from accel_runtime.accelerator.run import Run
 from accel_runtime.checks.replay import ReplayCheck
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
+from accel_runtime.data.global_batches import GlobalBatches
 from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.observe.call_sites import call_site
@@ -127,7 +128,13 @@ class TrainingSteps:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._accumulation, self._strategy, self._checks = run.accumulation, run.strategy, run.checks
-        self._is_distributed = run.backend.topology.world_size > 1
+        self._global_batches = (
+            None
+            if run.accumulation.global_batch_size is None
+            else GlobalBatches(run.loops, run.accumulation, run.backend.topology.rank)
+        )
+        self._weighs_losses = run.backend.topology.world_size > 1 or self._global_batches is not None
+        """True if the losses of ranks may have different weights."""
         self._scales_losses = run.precision.scaler is not None
         self._combines_gradients = run.strategy.combines_gradients
         self._progress = heartbeat()
@@ -144,7 +151,9 @@ class TrainingSteps:
         accumulation, checks, loss_scale = self._accumulation, self._checks, 1.0
         if self._progress is not None:
             self._progress.backwards += 1
-        if self._is_distributed:
+        if self._weighs_losses:
+            if self._global_batches is not None:
+                self._global_batches.begin_backward()
             loss_scale = self._run.loops.find_loss_scale()
         if checks.is_active:
             checks.begin_backward()
@@ -189,7 +198,9 @@ class TrainingSteps:
             # No forward pass of the prepared model has recorded them yet.
             by_name = isinstance(inputs, Mapping)
             self._run.loops.model_inputs(model, () if by_name else (inputs,), inputs if by_name else {})
-            loss_scale = self._run.loops.find_loss_scale() if self._is_distributed else 1.0
+            if self._global_batches is not None:
+                self._global_batches.begin_backward()
+            loss_scale = self._run.loops.find_loss_scale() if self._weighs_losses else 1.0
             if self._progress is not None:
                 self._progress.backwards += 1
             if self._checks.is_active:
@@ -249,7 +260,9 @@ class TrainingSteps:
                 call_site(),
             )
         plugin = accumulation.plugin
-        if plugin.num_steps == 1:
+        if self._global_batches is not None:
+            is_last = self._global_batches.is_end()
+        elif plugin.num_steps == 1:
             step = run.loops.current_step
             is_last = step is not None and step.is_last
         else:
@@ -327,7 +340,7 @@ class TrainingSteps:
                 for loader in self._run.prepared.loaders:
                     stack.enter_context(loader.override_even_batches(even_batches=even_batches))
             joined = [item for item in joinables if not _is_frozen_module(item)]
-            if joined and self._is_distributed and not even_batches:
+            if joined and self._run.backend.topology.world_size > 1 and not even_batches:
                 stack.enter_context(self._run.strategy.join(joined))
                 self._run.checks.allow_different_weights()
             yield

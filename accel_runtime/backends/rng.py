@@ -317,8 +317,8 @@ def derive_random_states(
 ) -> ProcessRandomStates:
     """Return the states of a rank of another world size, from those of the old ranks in order.
 
-    A stream that was equal on several ranks is kept on all. Any other is seeded anew on each rank, from all the
-    old states, the rank and the world size.
+    The first rank keeps its streams, from which the orders of the next epochs are drawn. A stream that was equal on several ranks
+    is kept on all. Any other is seeded anew on each rank, from all the old states, the rank and the world size.
     """
     kept: dict[str, Any] = {}
     device: dict[str, bytes] = {}
@@ -326,7 +326,8 @@ def derive_random_states(
     kinds = dict.fromkeys(kind for each in saved for kind in (*each.states.kinds, *each.device))
     for kind in kinds:
         states: list[Any] = [each.device.get(kind, getattr(each.states, kind, None)) for each in saved]
-        if len(states) > 1 and len(set(states)) == 1:
+        is_first = rank == 0 and states[0] is not None
+        if is_first or (len(states) > 1 and len(set(states)) == 1):
             (device if kind in saved[0].device else kept)[kind] = states[0]
         else:
             seeds[kind] = hash_text(repr((kind, _hash(states), rank, world_size)))

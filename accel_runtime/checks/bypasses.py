@@ -156,8 +156,8 @@ class BypassCheck:
 
     def _warn_of_optimizer(self, kind: str, how: str, cure: str) -> None:
         effects = []
-        if self._accumulation.steps > 1:
-            effects.append(f"in every micro-batch, not once in {self._accumulation.steps}")
+        if self._accumulation.has_several:
+            effects.append(f"in every micro-batch, not once in {self._accumulation.length}")
         if self._precision.scaler is not None:
             effects.append("with gradients of the scaled loss")
         if effects:
@@ -165,6 +165,8 @@ class BypassCheck:
 
     def _warn_of_backward(self, kind: str) -> None:
         steps, effects = self._accumulation.steps, []
+        if self._accumulation.global_batch_size is not None:
+            effects.append("not the mean over the samples of the global batch")
         if steps > 1:
             effects.append(f"{steps} times too large, unless the script divides the loss itself")
         if self._precision.scaler is not None:
@@ -190,12 +192,13 @@ class BypassCheck:
 
     def _check_schedulers(self, prepared: PreparedOptimizer) -> None:
         """Warn if a scheduler that is not prepared has counted the micro-batches between two steps of its optimizer."""
-        if self._accumulation.steps == 1 or "scheduler" in self._warned:
+        if not self._accumulation.has_several or "scheduler" in self._warned:
             return
+        least = max(2, self._accumulation.steps)
         for each in self._schedulers:
             position, calls = self._positions.get(each, (each.scheduler.last_epoch, each.calls))
             self._positions[each] = each.scheduler.last_epoch, each.calls
-            if each.calls == calls and each.scheduler.last_epoch - position >= self._accumulation.steps:
+            if each.calls == calls and each.scheduler.last_epoch - position >= least:
                 self._warn_of_scheduler(each.scheduler, "its own step() is called")
         known = [each.scheduler for each in self._schedulers]
         if prepared not in self._searched:
@@ -207,13 +210,13 @@ class BypassCheck:
             return
         for scheduler, count in list(self._counts.items()):
             self._counts[scheduler] = scheduler.last_epoch
-            if scheduler.last_epoch - count >= self._accumulation.steps:
+            if scheduler.last_epoch - count >= least:
                 self._warn_of_scheduler(scheduler, "it is not prepared")
 
     def _warn_of_scheduler(self, scheduler: LRScheduler, reason: str) -> None:
         self._warn(
             "scheduler",
-            f"{type(scheduler).__name__} advances in every micro-batch, not once in {self._accumulation.steps}",
+            f"{type(scheduler).__name__} advances in every micro-batch, not once in {self._accumulation.length}",
             reason,
             "Give it to prepare(), and step the scheduler that prepare() returned",
         )

@@ -374,6 +374,10 @@ class ActiveLoops:
             return self.open_records[-1].step_info
         return None if (loops := self._find_latest()) is self else loops.current_step
 
+    def find_trained_step(self) -> StepInfo | None:
+        """Return the step that a prepared model computed on last: the newest one if that is unknown; None outside of all loops."""
+        return self._find_model_step() or self.current_step
+
     def find_loss_scale(self) -> float:
         """Return the weight of this rank's mean loss in the step that a prepared model computed on last.
 

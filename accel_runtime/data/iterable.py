@@ -23,7 +23,7 @@ from accel_runtime.backends.rng import IsolatedRNG, RandomStates, broadcast_from
 from accel_runtime.backends.single import Single
 from accel_runtime.data.map_style import hash_seed, seed_worker
 from accel_runtime.data.sharding import BatchSharding, batch_slices
-from accel_runtime.data.source import Source
+from accel_runtime.data.source import Source, len_or_none
 from accel_runtime.data.state import ReaderState, StreamState
 from accel_runtime.data.stream_reader import (
     ReadingRNG,
@@ -32,7 +32,7 @@ from accel_runtime.data.stream_reader import (
     fingerprint_samples,
 )
 from accel_runtime.environment.topology import Topology
-from accel_runtime.foundation.epoch_progress import EpochProgress
+from accel_runtime.foundation.epoch_progress import CyclePart, EpochProgress, StepInfo
 from accel_runtime.foundation.torch_internals import (
     copy_loader,
     generate_numpy_state,
@@ -48,7 +48,7 @@ _LOG = logging.getLogger("accel_runtime.data")
 
 
 class WorkerBatch(NamedTuple):
-    """Description of a global batch by its reader, sent with the batch."""
+    """Description of a global batch, or of the whole of a cycle of several, by its reader, sent with the batch."""
 
     num_samples: int
     """Number of samples, without padding."""
@@ -60,6 +60,8 @@ class WorkerBatch(NamedTuple):
     """Fingerprint of the samples read before it."""
     fingerprint_after: int
     """Fingerprint of the samples read up to its end."""
+    num_steps: int = 1
+    """Steps that its samples are divided into."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ class WorkerTask:
     """True if a batch is one sample (`batch_size=None`)."""
     compare_ranks: bool = False
     """True if ranks compare fingerprints of their samples."""
+
+    @property
+    def size(self) -> int:
+        """Return the samples that are read at a time: of a step, or of a cycle of steps."""
+        return self.sharding.cycle_size or self.sharding.padded_size
 
     @property
     def head_size(self) -> int:
@@ -147,7 +154,8 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
                 raise build_worker_count_error(0)
             offset = position.offset if reads_all or is_split else 0
             source.skip(offset)
-            source.finish_replay(self._lookahead)
+            # Within a cycle, all of its samples were read before the save.
+            source.finish_replay(self._lookahead + (self._task.size if start.cycle_offset else 0))
             yield from self._read_batches(source, start, offset, reads_all=reads_all)
         finally:
             source.close()
@@ -155,8 +163,7 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
     @property
     def _lookahead(self) -> int:
         """Return how many samples must follow a batch that is not the last."""
-        sharding = self._task.sharding
-        return sharding.padded_size if sharding.drop_last else 1
+        return self._task.size if self._task.sharding.drop_last else 1
 
     def _begin_view(self, start: StreamState) -> _WorkerView | None:
         """Return this worker's view after seeding it for a new iteration; None without workers."""
@@ -227,7 +234,7 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
         count, turn = (
             (view.count, (view.index - start.next_worker) % view.count) if view is not None else (1, 0)
         )
-        size, lookahead = sharding.padded_size, self._lookahead
+        size, lookahead = self._task.size, self._lookahead
         pending: list[Any] = []
         fingerprint, step = 0, 0
         # Without workers, a rank that reads for all has no fingerprints to compare with.
@@ -248,21 +255,37 @@ class WorkerReader(IterableDataset["tuple[WorkerBatch, list[Any]] | None"]):
                 # A dataset may have reset its state at its end already.
                 reader = ReaderState(offset, ended, None if ended else dataset_state)
                 worker = None if reads_all or view is None else view.index
-                info = WorkerBatch(len(batch), reader, worker, before, fingerprint)
-                is_needed = reads_all or step * count + turn >= start.skipped_steps
+                number = step if reads_all else step * count + turn
+                is_first = number == (0 if reads_all else start.skipped_steps)
+                steps = self._divide(len(batch), start.cycle_offset if is_first else 0)
+                info = WorkerBatch(len(batch), reader, worker, before, fingerprint, len(steps))
+                is_needed = reads_all or number >= start.skipped_steps
                 if is_needed and view is not None:
                     view.seed_batch(offset, self._task.ranks[0])  # for the script's collate_fn
-                yield info, self._collate(batch, source) if is_needed else [None] * len(self._task.ranks)
+                if is_needed:
+                    yield info, self._collate(batch, steps, source)
+                else:
+                    yield info, [None] * (len(self._task.ranks) * len(steps))
             step += 1
 
-    def _collate(self, batch: list[Any], source: StreamReader) -> list[Any]:
-        """Return the batch of every rank from one global batch, with padding."""
-        sharding, collate = self._task.sharding, self._task.collate
-        info = sharding.step_info(len(batch), is_last=False)
-        head = source.read_head() if info.num_padding and sharding.pad_last else []
-        padded, slices = sharding.pad_last_batch(batch, info, head), batch_slices(info)
-        local_batches = [padded[slices[rank]] for rank in self._task.ranks]
-        return [collate(local[0] if self._task.single_samples else local) for local in local_batches]
+    def _divide(self, num_samples: int, num_before: int) -> list[StepInfo]:
+        """Return the steps of a global batch, or of a cycle after the samples that were returned before a save."""
+        sharding = self._task.sharding
+        if sharding.cycle_size is None:
+            return [sharding.step_info(num_samples, is_last=False)]
+        return list(sharding.split_cycle(num_samples - num_before, num_before, is_last=False))
+
+    def _collate(self, batch: list[Any], steps: list[StepInfo], source: StreamReader) -> list[Any]:
+        """Return the batches of the ranks in each step, with padding; samples before the first step are left out."""
+        task, batches = self._task, []
+        end = len(batch) - sum(sum(info.num_valid) for info in steps)
+        for info in steps:
+            begin, end = end, end + sum(info.num_valid)
+            samples = batch[begin:end]
+            head = source.read_head() if info.num_padding and task.sharding.pad_last else []
+            padded, slices = task.sharding.pad_last_batch(samples, info, head), batch_slices(info)
+            batches += [padded[slices[rank]] for rank in task.ranks]
+        return [task.collate(local[0] if task.single_samples else local) for local in batches]
 
 
 class _WorkerView:
@@ -463,6 +486,14 @@ class IterableSource(Source[StreamState]):
         return self.sharding.padded_size
 
     @override
+    def skip(self, state: StreamState, steps: int) -> StreamState:
+        size = self.sharding.cycle_size
+        if size is None:
+            return state.skip(steps, self.stride)
+        cycles, within = divmod(self.sharding.find_offset(steps, len_or_none(self._loader.dataset)), size)
+        return replace(state.skip(cycles, size), cycle_offset=within, cycle_size=size if within else 0)
+
+    @override
     def iterate(self, progress: EpochProgress, start: StreamState) -> Iterator[Any]:
         self.check(start)
         if start.random is not None:
@@ -477,9 +508,30 @@ class IterableSource(Source[StreamState]):
         steps = self._read_steps(reading, start.skipped_steps, position)
         marked = _mark_last(steps, self._loader.num_workers)
         for info, batches, is_last in _check_ranks(marked, self._backend):
+            if self.sharding.cycle_size is not None:
+                yield from self._iterate_cycle(info, batches, position, progress, is_last=is_last)
+                continue
             position.advance(info)
             progress.advance(self.sharding.step_info(info.num_samples, is_last=is_last))
             yield from batches
+
+    def _iterate_cycle(
+        self,
+        info: WorkerBatch,
+        batches: list[Any],
+        position: _StreamPosition,
+        progress: EpochProgress,
+        *,
+        is_last: bool,
+    ) -> Iterator[Any]:
+        """Yield the batches of a cycle step by step."""
+        num_before, remaining = position.cycle_offset, iter(batches)
+        for step in self.sharding.split_cycle(info.num_samples - num_before, num_before, is_last=is_last):
+            position.enter_cycle(sum(step.num_valid), step.cycle)
+            if step.cycle is not None and step.cycle.ends:
+                position.advance(info)
+            progress.advance(step)
+            yield from islice(remaining, len(self._task.ranks))
 
     def _find_states(self, start: StreamState, current: RandomStates) -> RandomStates:
         """Return the random states at the start of the epoch; `current` itself if all ranks have the same."""
@@ -496,7 +548,7 @@ class IterableSource(Source[StreamState]):
             raise TypeError(
                 f"The number of steps is unknown: the stream {kind} has no length. Add __len__, or count the steps."
             )
-        return self.sharding.num_steps(len(self._loader.dataset), self.sharding.padded_size)
+        return self.sharding.num_steps(len(self._loader.dataset), self.stride)
 
     @override
     def next_epoch(self) -> StreamState:
@@ -507,6 +559,7 @@ class IterableSource(Source[StreamState]):
 
     @override
     def check(self, start: StreamState) -> None:
+        start.check_cycle(self.sharding.cycle_size)
         if start.workers is not None and len(start.workers) != self._loader.num_workers:
             raise build_worker_count_error(len(start.workers))
 
@@ -560,7 +613,7 @@ class IterableSource(Source[StreamState]):
         # An epoch that is read in turn is replayed under its own states up to the saved offset, and then continues so.
         return ReadingRNG(
             None if draws_in_turn else build(),
-            build() if start.begun and draws_in_turn and start.offset else None,
+            build() if start.begun and draws_in_turn and not start.is_at_start else None,
             build() if start.begun else None,
         )
 
@@ -580,12 +633,12 @@ class IterableSource(Source[StreamState]):
 
         Raises StreamsDifferError if such workers have read different samples.
         """
-        num_others = len(self._task.ranks) - 1
+        num_ranks = len(self._task.ranks)
         stream.begin()
         fingerprint: int | None = None
         batches = iter(stream.loader)
         for number, batch in enumerate(batches):
-            step = [batch, *islice(batches, num_others)]
+            step = [batch, *islice(batches, num_ranks * stream.infos[0].num_steps - 1)]
             info, *_ = [stream.infos.popleft() for _ in step]
             if info.worker is not None and number < skip:
                 position.advance(info)
@@ -701,21 +754,36 @@ class _StreamPosition:
         self._start, self._reading = start, reading
         self._newest: WorkerBatch | None = None
         self._num_samples = 0
+        self.cycle_offset = start.cycle_offset
+        """Samples that were returned of the cycle that is running; 0 between two. Only `enter_cycle` assigns it."""
+        self._cycle: CyclePart | None = None
         self._readers = list(start.workers or [ReaderState()] * max(1, num_workers))
 
     def advance(self, info: WorkerBatch) -> None:
-        """Advance by a batch that is returned or dropped."""
+        """Advance by a batch, or the rest of a cycle, that is returned or dropped."""
         self._newest = info
         self._num_samples += info.num_samples
         if info.worker is not None:
             self._readers[info.worker] = info.reader
 
+    def enter_cycle(self, num_samples: int, cycle: CyclePart | None) -> None:
+        """Advance by some samples of a cycle."""
+        self.cycle_offset = 0 if cycle is None or cycle.ends else self.cycle_offset + num_samples
+        self._cycle = cycle
+
     def state(self) -> StreamState:
         """Return the state after the newest batch."""
-        info = self._newest
-        if info is None:
-            return self._start
+        info, start = self._newest, self._start
+        if info is None and self._cycle is None:
+            return start
         begun = replace(self._reading.begun, worker_seed=self._reading.stream.worker_seed)
+        begun = begun.enter_cycle(self.cycle_offset, self._cycle)
+        if info is None:  # within the first cycle
+            position = {
+                name: getattr(start, name)
+                for name in ("offset", "skipped_steps", "reader", "workers", "next_worker")
+            }
+            return replace(begun, **position)
         if info.worker is None:
             return replace(begun, offset=info.reader.offset, reader=info.reader)
         return replace(

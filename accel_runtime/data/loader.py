@@ -86,6 +86,8 @@ class LoaderOptions:
     """If true, batches are moved to the device."""
     non_blocking: bool = False
     """If true, batches are moved asynchronously; those in pinned memory always are."""
+    global_batch_size: int | None = None
+    """Samples of an optimizer step over all ranks, divided into micro-batches; None if the script counts its micro-batches."""
     count_tokens: TokenCounter | None = None
     """Returns the number of tokens in a batch of this rank; None counts none."""
     rng_types: tuple[str, ...] = ()
@@ -204,9 +206,9 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         else:
             state, num_returned = continued, continued.num_batches
         self._notify_samplers(state.epoch)
-        if state.source.offset:
+        if not state.source.is_at_start:
             return state, 0
-        skipped = state.source.skip(self._skip, self._source.stride) if self._skip else state.source
+        skipped = self._source.skip(state.source, self._skip) if self._skip else state.source
         state = replace(state, source=skipped, num_batches=self._skip)
         return state, max(0, num_returned - self._skip)
 
@@ -287,11 +289,13 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
 
     @property
     def total_batch_size(self) -> int:
-        """Return the samples in a full global batch.
+        """Return the samples in a full global batch: with `global_batch_size`, those of an optimizer step.
 
         Raises:
             ValueError: The loader's batches have no fixed size.
         """
+        if self._options.global_batch_size is not None:
+            return self._options.global_batch_size
         if self.source_batch_size is None:
             raise ValueError(
                 "total_batch_size is unknown: the batches of this loader have no fixed size. Use the size of each batch."
@@ -301,8 +305,33 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         )
 
     @property
-    def end(self) -> str:
+    def local_batch_size(self) -> int:
+        """Return the samples of one rank in a full batch; 0 if batches have no fixed size."""
+        parts = self._backend.data_rank.world_size if self._options.split_batches else 1
+        return (self.source_batch_size or 0) // parts
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether it divides global batches of a fixed number of samples."""
+        return self._options.global_batch_size is not None
+
+    @property
+    def steps_per_cycle(self) -> int:
+        """Return the steps of a complete global batch of `global_batch_size` samples; 1 without it, or if batches have no fixed size."""
+        size, batch_size = self._options.global_batch_size, self.source_batch_size
+        if size is None or batch_size is None:
+            return 1
+        return -(-size // (batch_size * self._backend.data_rank.world_size))
+
+    @property
+    def end(self) -> str:  # noqa: PLR0911 - one for each kind of end
         """Return how the end of an epoch is handled, as text."""
+        if self._options.global_batch_size is not None:
+            return (
+                "an incomplete global batch is left out"
+                if self.drop_last
+                else "the last global batch has the rest"
+            )
         if self._options.presharded:
             return "each process has its own data; a process without a batch left gets padding without weight"
         is_single = self._backend.data_rank.world_size == 1

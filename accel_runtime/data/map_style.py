@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -115,38 +115,55 @@ class MapStyleSource(Source[MapStyleState]):
         return self._order.stride
 
     @override
+    def check(self, start: MapStyleState) -> None:
+        start.check_cycle(self._order.sharding.cycle_size)
+
+    @override
+    def skip(self, state: MapStyleState, steps: int) -> MapStyleState:
+        return self._order.skip(state, steps)
+
+    @override
     def iterate(self, progress: EpochProgress, start: MapStyleState) -> Iterator[Any]:
         current = RandomStates.capture(self._generators, self._rng_kinds)
         random = self._find_states(start, current)
         if random is not current:
             random.restore_generators(self._generators)
-        order, num_batches, fingerprint = self._order, 0, start.fingerprint
+        order = self._order
+        offset, cycle_offset, fingerprint = start.offset, start.cycle_offset, start.fingerprint
         is_saved = start.random is not None
         persist = start.workers_persist if is_saved else self._workers_persist
         seed = order.seed if start.seed is None else start.seed
-        begun = MapStyleState(True, start.offset, random, seed, persist)
+        begun = MapStyleState(True, start.offset, random, seed=seed, workers_persist=persist)
 
         def state_at(info: StepInfo | None) -> MapStyleState:
             if info is not None and info.is_last:
-                return replace(begun, offset=len(order.source))
-            # With `all_ranks`, every step has one batch per rank.
-            state = begun.skip(num_batches // len(order.ranks), order.stride)
-            return replace(state, fingerprint=fingerprint)
+                length = len_or_none(order.source)
+                return replace(begun, offset=offset if length is None else length)
+            state = replace(begun, offset=offset, fingerprint=fingerprint)
+            return state if info is None else state.enter_cycle(cycle_offset, info.cycle)
 
         progress.read_states_from(state_at)
         epoch_rng = IsolatedRNG(random, random if self._uses_spare_generator else current)
         epoch_seed = draw_epoch_seed(random, progress.epoch) if self.inner.num_workers else 0
         order.begin(
-            EpochStart(start.offset, progress.epoch, epoch_rng, is_saved, seed, epoch_seed, start.fingerprint)
+            EpochStart(
+                start.offset,
+                progress.epoch,
+                epoch_rng,
+                is_saved,
+                seed,
+                epoch_seed,
+                start.fingerprint,
+                start.cycle_offset,
+            )
         )
         iterator = self._start_iteration(start, epoch_rng, drawn=persist)
-        pending: deque[_PendingStep] | None = None
+        pending: deque[_PendingBatch] | None = None
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
             pending = order.pending if pending is None else pending
-            step_info, fingerprint = pending.popleft()
+            step_info, fingerprint, offset, cycle_offset = pending.popleft()
             progress.advance(step_info)
-            num_batches += 1
             yield batch
 
     @property
@@ -225,10 +242,20 @@ class EpochStart(NamedTuple):
     """Seed that all batches of the epoch share, if workers draw random numbers."""
     fingerprint: int | None = None
     """Fingerprint of the samples that are left out, to verify that they are those of an earlier run."""
+    cycle_offset: int = 0
+    """Samples of the first cycle that are left out."""
 
 
-_PendingStep = tuple[StepInfo, int | None]
-"""A step, and the fingerprint of the samples up to its end if a sampler of the script draws the order."""
+class _PendingBatch(NamedTuple):
+    """A batch whose indices were yielded."""
+
+    step_info: StepInfo
+    fingerprint: int | None
+    """Fingerprint of the samples up to the end of its step, if a sampler of the script draws the order."""
+    offset: int
+    """Number of samples, or of the script's batches, up to the end of its step."""
+    cycle_offset: int
+    """Samples of its cycle up to the end of its step; 0 at the end of the cycle, and without cycles."""
 
 
 class EpochOrder(Sampler[Any]):
@@ -262,8 +289,8 @@ class EpochOrder(Sampler[Any]):
         self.ranks = range(sharding.world_size) if all_ranks else range(sharding.rank, sharding.rank + 1)
         """Ranks whose batches it yields, in rank order in every step."""
         self._start = EpochStart()
-        self.pending: deque[_PendingStep] = deque()
-        """Steps of the batches whose indices the newest iterator has yielded and that have not arrived yet."""
+        self.pending: deque[_PendingBatch] = deque()
+        """Batches whose indices the newest iterator has yielded and that have not arrived yet."""
         self._backend = backend
         self._single = yields_single_samples(loader)
         self._has_samples = is_batch_sampler or self._single
@@ -274,7 +301,12 @@ class EpochOrder(Sampler[Any]):
 
     @contextmanager
     def override_padding(self, *, pad_last: bool) -> Iterator[None]:
-        """Pad the last batch of epochs that begin inside the context, or do not."""
+        """Pad the last batch of epochs that begin inside the context, or do not; ValueError if it cannot be padded."""
+        if pad_last and self.sharding.cycle_size is not None:
+            raise ValueError(
+                f"Cannot override even_batches=True for this loader: with global_batch_size={self.sharding.cycle_size} no sample "
+                "is repeated. Leave out even_batches."
+            )
         before = self.sharding
         self.sharding = replace(before, pad_last=pad_last)
         try:
@@ -306,8 +338,10 @@ class EpochOrder(Sampler[Any]):
         return self._start.epoch
 
     def iterate_seeds(self) -> Iterator[BatchSeed]:
-        """Yield the seeds of the batches of the newest iterator."""
-        return map(partial(self._build_seed, self._start), count())
+        """Yield the seeds of the batches of the newest iterator, each after the indices of its batch."""
+        if self.sharding.cycle_size is None:
+            return map(partial(self._build_seed, self._start), count())
+        return map(partial(self._find_seed, self._start, self.pending), cycle(self.ranks))
 
     def _build_seed(self, start: EpochStart, batch: int) -> BatchSeed:
         step, index = divmod(batch, len(self.ranks))
@@ -315,8 +349,34 @@ class EpochOrder(Sampler[Any]):
         offset = start.offset + step * self.stride + self.ranks[index] * local_stride
         return start.batch_seed, offset, self.ranks[index] if rest else 0
 
+    def _find_seed(self, start: EpochStart, pending: deque[_PendingBatch], rank: int) -> BatchSeed:
+        """Return the seed of the newest batch, which is of this rank, by the offset of its first sample."""
+        newest = pending[-1]
+        if not self._has_samples:
+            return start.batch_seed, newest.offset, rank
+        after = sum(newest.step_info.num_valid[rank:])
+        return start.batch_seed, newest.offset - after, 0 if newest.step_info.num_valid[rank] else rank
+
     def __len__(self) -> int:
+        if self.sharding.cycle_size is not None and self.sharding.batch_size is None:
+            raise TypeError(
+                f"The number of steps is unknown: the batches of the {type(self.source).__name__} have no fixed size, and "
+                f"global_batch_size={self.sharding.cycle_size} divides them by samples. Count the steps."
+            )
         return self.sharding.num_steps(len(self.source), self.stride) * len(self.ranks)
+
+    def skip(self, state: MapStyleState, steps: int) -> MapStyleState:
+        """Return the state `steps` steps later; raise ValueError if that depends on batches that are not drawn yet."""
+        if self.sharding.cycle_size is None:
+            return state.skip(steps, self.stride)
+        if not self._has_samples:
+            raise ValueError(
+                f"skip_first_batches() failed: with global_batch_size={self.sharding.cycle_size}, steps of a "
+                f"{type(self.source).__name__} depend on the sizes of its batches. Load the state of the loader: accelerator.resume()."
+            )
+        offset, size = self.sharding.find_offset(steps, len_or_none(self.source)), self.sharding.cycle_size
+        within = offset % size
+        return replace(state.skip(0, 0), offset=offset, cycle_offset=within, cycle_size=size if within else 0)
 
     @override
     def __iter__(self) -> Iterator[list[Index] | Index]:
@@ -325,21 +385,28 @@ class EpochOrder(Sampler[Any]):
         return self._iterate_batches(self.pending.append, self._start)
 
     def _iterate_batches(
-        self, record: Callable[[_PendingStep], None], start: EpochStart
+        self, record: Callable[[_PendingBatch], None], start: EpochStart
     ) -> Iterator[list[Index] | Index]:
         with start.rng():
             steps = self.iterate_steps(start)
             first_step = list(islice(steps, 1))  # the order is drawn with it
         last_info: StepInfo | None = None
         slices: list[Any] = []
+        offset, cycle_offset, stride = start.offset, start.cycle_offset, self.stride
         fingerprint = (start.fingerprint or 0) if self.draws_from == KINDS else None
         for samples, info in chain(first_step, steps):
+            if info.cycle is None:
+                offset += stride
+            else:
+                num_samples = sum(info.num_valid)
+                offset += num_samples if self._has_samples else sum(map(bool, info.num_valid))
+                cycle_offset = 0 if info.cycle.ends else cycle_offset + num_samples
             if fingerprint is not None:
                 fingerprint = _fingerprint_order(samples, fingerprint)
             if info is not last_info:
                 last_info, slices = info, self._slices(info)
             for local_slice in slices:
-                record((info, fingerprint))
+                record(_PendingBatch(info, fingerprint, offset, cycle_offset))
                 yield samples if local_slice is None else samples[local_slice]
 
     def _slices(self, info: StepInfo) -> list[Any]:
@@ -355,7 +422,7 @@ class EpochOrder(Sampler[Any]):
         draws_alone = not self._backend.ranks_share_generators
         if not self._has_samples:
             order, head = self._split(self._draw(map(list, source), draws_at_once=start.draws_at_once), start)
-            return self.sharding.group_batches(order, head)
+            return self.sharding.group_batches(order, head, start.cycle_offset)
         if start.seed is not None and kind is RandomSampler:
             source = copy.copy(source)
             source.generator = torch.Generator().manual_seed(start.seed + start.epoch)
@@ -370,7 +437,7 @@ class EpochOrder(Sampler[Any]):
             is_shared = kind in _TORCH_SAMPLERS and draws_alone
             drawn = iter(source) if is_shared else self._draw(source, draws_at_once=start.draws_at_once)
             samples, first_samples = self._split(drawn, start)
-        return self.sharding.split_samples(samples, first_samples)
+        return self.sharding.split_samples(samples, first_samples, start.cycle_offset)
 
     def _draw(self, items: Iterable[Any], *, draws_at_once: bool) -> Iterator[Any]:
         """Yield the first rank's items: a sampler of the script may draw from anything.

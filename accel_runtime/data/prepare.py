@@ -20,7 +20,7 @@ from accel_runtime.data.iterable import IterableSource
 from accel_runtime.data.loader import LoaderOptions, PreparedLoader
 from accel_runtime.data.map_style import MapStyleSource
 from accel_runtime.data.presharded import PreshardedSource
-from accel_runtime.data.sharding import loss_scale, sharding_of_loader
+from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.data.state import MapStyleState, StreamState
 from accel_runtime.environment.topology import DataRank, Topology
@@ -56,11 +56,13 @@ def loader_options(
     put_on_device: bool,
     rng_types: tuple[str, ...],
     count_tokens: TokenCounter | None = None,
+    global_batch_size: int | None = None,
 ) -> LoaderOptions:
     """Return the options of loaders from a script's configuration."""
     return LoaderOptions(
         split_batches=config.split_batches,
-        even_batches=config.even_batches,
+        even_batches=config.even_batches and global_batch_size is None,
+        global_batch_size=global_batch_size,
         dispatch=bool(config.dispatch_batches),
         seeded=config.use_seedable_sampler,
         seed=config.data_seed,
@@ -82,6 +84,8 @@ def prepare_loader(
         )
     if options.presharded:
         _check_presharded_options(options)
+    if options.global_batch_size is not None:
+        _check_global_batch_size(loader, backend, options.global_batch_size)
     if options.put_on_device:
         _check_batch_size(loader, backend.runtime.num_batch_shards)
     return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
@@ -102,6 +106,7 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         split=options.split_batches,
         pad_last=options.even_batches,
         static_shapes=backend.runtime.static_shapes,
+        cycle_size=options.global_batch_size,
     )
     if isinstance(loader.dataset, IterableDataset):
         # A stream may draw with every sample: ranks that read it in turn would draw from each other's generators.
@@ -121,10 +126,34 @@ def _check_presharded_options(options: LoaderOptions) -> None:
             'Cannot prepare this DataLoader with data="sharded" and dispatch_batches=True: the first process does not have '
             "the data of the others. Set dispatch_batches=False, or leave out data."
         )
+    if options.global_batch_size is not None:
+        raise ValueError(
+            f'Cannot prepare this DataLoader with data="sharded" and global_batch_size={options.global_batch_size}: each process has '
+            "its own data, so there is no order of samples that any number of processes divides. Leave out data, or use "
+            "gradient_accumulation_steps."
+        )
     if options.split_batches:
         raise ValueError(
             'Cannot prepare this DataLoader with data="sharded" and split_batches=True: batch_size is that of one process '
             "there, and the batch is not split. Set split_batches=False."
+        )
+
+
+def _check_global_batch_size(loader: DataLoader[Any], backend: Backend, size: int) -> None:
+    """Raise ValueError if the steps of a loader cannot have the samples of global batches of a size."""
+    world_size, batch_size = backend.data_rank.world_size, batch_size_of(loader)
+    if size < world_size:
+        raise ValueError(
+            f"Cannot prepare this DataLoader with global_batch_size={size}: each of the {world_size} data-parallel ranks needs a sample of "
+            f"each global batch. Use at least {world_size}, or at most {size} processes."
+        )
+    if not backend.runtime.static_shapes:
+        return
+    is_even = batch_size is not None and size % (batch_size * world_size) == 0
+    if not (is_even and getattr(sampler_of_loader(loader), "drop_last", False)):
+        raise ValueError(
+            f"Cannot prepare this DataLoader with global_batch_size={size}: on this device all ranks must run the same program, so all "
+            f"micro-batches need the same size. Use drop_last=True, and a multiple of batch_size times {world_size} ranks."
         )
 
 
@@ -247,8 +276,7 @@ class _Dispatch(Source[_State]):
                 return
             state = item.state if item.state.random is not None else replace(item.state, random=state.random)
             info = item.step_info
-            scale = loss_scale(info.num_valid, data_rank.rank) if info.by_samples else 1.0
-            progress.advance(info._replace(loss_scale=scale))
+            progress.advance(info.weigh_for(data_rank.rank))
             is_last = info.is_last
             yield item.batch
 

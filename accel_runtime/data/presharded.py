@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
 from accel_runtime.backends.rng import IsolatedRNG, RandomStates
-from accel_runtime.data.sharding import loss_scale
 from accel_runtime.data.source import Source, batch_size_of
 from accel_runtime.data.state import MapStyleState, PreshardedState, StreamState
 from accel_runtime.data.stream_reader import fingerprint_samples
@@ -94,9 +93,8 @@ class PreshardedSource(Source[PreshardedState]):
             previous, counts = tuple(counts), count_samples(step, reader)
             pairs = zip(previous, padding.batch_sizes, strict=True)
             sizes = tuple(size if self._pad_last else count or size for count, size in pairs)
-            scale = loss_scale(previous, data_rank.rank)
             is_last = not any(counts)
-            progress.advance(StepInfo(previous, sizes, is_last, True, scale))
+            progress.advance(StepInfo(previous, sizes, is_last, True).weigh_for(data_rank.rank))
             fingerprints.add(batch, is_last=is_last)
             yield batch if num_valid else copy.deepcopy(padding.batch)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -46,6 +46,10 @@ class Source(ABC, Generic[_State]):
     @abstractmethod
     def stride(self) -> int:
         """Return how far a full step advances the offset of a state."""
+
+    def skip(self, state: _State, steps: int) -> _State:
+        """Return the state `steps` steps later; raise ValueError if it is unknown."""
+        return cast("_State", state.skip(steps, self.stride))
 
     @abstractmethod
     def iterate(self, progress: EpochProgress, start: _State) -> Iterator[Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from typing_extensions import override
 
 from accel_runtime.backends.rng import RandomStates
+from accel_runtime.foundation.epoch_progress import CyclePart
 from accel_runtime.storage.schema import Count, FieldError, ValueRule
 
 __all__ = [
@@ -34,6 +35,31 @@ class _EpochState:
     """Number of samples before the next batch; of batches, if the script's batch sampler makes them."""
     random: RandomStates | None = None
     """Random states at the start of the epoch; None draws from the generators as they are then."""
+    cycle_offset: Count = 0
+    """Samples of the current cycle before the next batch; in a stream, `offset` does not include them."""
+    cycle_size: Count = 0
+    """Samples of a cycle, if `cycle_offset` is within one."""
+
+    @property
+    def is_at_start(self) -> bool:
+        """Return whether no batch of the epoch was returned or skipped."""
+        return not (self.offset or self.cycle_offset)
+
+    def enter_cycle(self, offset: int, cycle: CyclePart | None) -> Self:
+        """Return the state after this many samples of a cycle of some steps; 0 is at its end."""
+        return (
+            self if cycle is None or not offset else replace(self, cycle_offset=offset, cycle_size=cycle.size)
+        )
+
+    def check_cycle(self, size: int | None) -> None:
+        """Raise ValueError if the state is within a cycle of another size."""
+        if self.cycle_offset and self.cycle_size != size:
+            now = f"global_batch_size={size}" if size else "no global_batch_size"
+            raise ValueError(
+                f"Cannot resume this loader: the state was saved after {self.cycle_offset} samples of an optimizer step of "
+                f"{self.cycle_size}, and this run has {now}. Resume with global_batch_size={self.cycle_size}, or from a state that "
+                "was saved after an optimizer step."
+            )
 
     def skip(self, steps: int, stride: int) -> Self:
         """Return the state `steps` steps later, each of `stride` samples."""
@@ -41,11 +67,11 @@ class _EpochState:
 
     def restart(self) -> Self:
         """Return the start of the same epoch, in the same order."""
-        return replace(self, offset=0) if self.begun else self
+        return replace(self, offset=0, cycle_offset=0, cycle_size=0) if self.begun else self
 
     def rewind(self) -> Self:
         """Return the state before the draws of the start of the epoch, which are then made again with the same result."""
-        return replace(self, begun=False, offset=0)
+        return replace(self, begun=False, offset=0, cycle_offset=0, cycle_size=0)
 
     def adapt_random(self, *, restored: bool) -> Self:
         """Return the state for a run that has restored the global generators, or has not.
@@ -172,6 +198,11 @@ class PreshardedState:
     """Random states of the process at the start of the epoch, if the process itself reads the data."""
     random_of_next: RandomStates | None = None
     """Random states that the batch after the newest one was read under, since each is read one step ahead."""
+
+    @property
+    def is_at_start(self) -> bool:
+        """Return whether no batch of the epoch was returned or skipped."""
+        return not self.offset
 
     def skip(self, steps: int, stride: int) -> PreshardedState:
         """Return the state `steps` steps later, in which the rank reads `stride` samples each."""

@@ -286,6 +286,8 @@ class Settings:
     """If true, `Accelerator.resume` continues from the newest checkpoint."""
     gradient_accumulation_steps: int = 1
     """Number of micro-batches per optimizer step, unless the script passes another one."""
+    global_batch_size: int | Literal["none"] = "none"
+    """Samples per optimizer step over all processes, unless the script passes another number; `none` counts micro-batches."""
     measure_flops: bool = False
     """If true, the floating-point operations of the third step are counted."""
     shared_files: bool = True

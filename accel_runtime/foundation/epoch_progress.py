@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["EpochProgress", "StepInfo"]
+__all__ = ["CyclePart", "EpochProgress", "StepInfo"]
+
+
+class CyclePart(NamedTuple):
+    """Part of an accumulation cycle that has a given number of samples; see `Accelerator(global_batch_size=...)`."""
+
+    size: int
+    """Samples of a complete cycle."""
+    num_samples: int
+    """Samples in this cycle, over all ranks and micro-batches, without padding: fewer at the end of an epoch."""
+    begins: bool
+    """True for the first micro-batch of the cycle."""
+    ends: bool
+    """True for the last micro-batch of the cycle."""
 
 
 class StepInfo(NamedTuple):
@@ -21,12 +34,22 @@ class StepInfo(NamedTuple):
     """If true, ranks are weighted by their number of valid samples; otherwise all equally, padding included."""
     loss_scale: float = 1.0
     """Weight of this rank's mean loss, so that the average over the ranks is the mean over the step's samples:
-    `num_valid[rank] * world_size / sum(num_valid)` if weighted by samples, else 1."""
+    `num_valid[rank] * world_size / sum(num_valid)` if weighted by samples, else 1. In a part of a cycle, the sum of such averages
+    over its micro-batches is the mean over the samples of the cycle: the divisor is their number."""
+    cycle: CyclePart | None = None
+    """The accumulation cycle that the step is a part of; None if the script counts its micro-batches."""
 
     @property
     def num_padding(self) -> int:
         """Return the number of padding samples in the batches of all ranks."""
         return sum(self.batch_sizes) - sum(self.num_valid)
+
+    def weigh_for(self, rank: int) -> StepInfo:
+        """Return the step with the weight of this rank's mean loss."""
+        if not self.by_samples:
+            return self._replace(loss_scale=1.0)
+        divisor = sum(self.num_valid) if self.cycle is None else self.cycle.num_samples
+        return self._replace(loss_scale=self.num_valid[rank] * len(self.num_valid) / divisor)
 
 
 class EpochProgress:

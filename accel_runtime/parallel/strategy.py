@@ -332,10 +332,11 @@ class Strategy:
         """
         raise placeholders[0].refuse()
 
-    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
-        """Raise ValueError if the configuration of the strategy states other samples a process in a micro-batch or step.
+    def check_batch_sizes(self, batch_sizes: Sequence[int], step_sizes: Sequence[int]) -> None:
+        """Raise ValueError if the configuration of the strategy states other numbers of samples.
 
-        `batch_sizes` are those of all prepared loaders on one process.
+        `batch_sizes` are those of a micro-batch on one process, of each prepared loader, and `step_sizes` those of an optimizer
+        step on all.
         """
 
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:

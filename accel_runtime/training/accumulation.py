@@ -41,16 +41,21 @@ class Accumulation:
 
     Args:
         plugin: Length and end of a cycle; a number is the micro-batches of a cycle.
+        global_batch_size: The samples of a cycle, whose micro-batches the loaders count; None counts micro-batches.
 
     Raises:
         ValueError: A cycle of less than one micro-batch.
     """
 
-    def __init__(self, plugin: GradientAccumulationPlugin | int) -> None:
+    def __init__(
+        self, plugin: GradientAccumulationPlugin | int, global_batch_size: int | None = None
+    ) -> None:
         if not isinstance(plugin, GradientAccumulationPlugin):
             plugin = GradientAccumulationPlugin(plugin)
         self.plugin = plugin
         """Options of the script; an assigned field takes effect from the next micro-batch on."""
+        self.global_batch_size = global_batch_size
+        """The samples of a cycle; None if it has a number of micro-batches."""
         self.synced = True
         """True if the current backward pass completes a cycle, so that the optimizer steps after it."""
         self.is_new_cycle = True
@@ -104,11 +109,28 @@ class Accumulation:
 
     @property
     def steps(self) -> int:
-        """Return the number of micro-batches in a cycle."""
+        """Return the number of micro-batches in a cycle that a loss is divided by; 1 if its samples are counted."""
         return self.plugin.num_steps
 
+    @property
+    def has_several(self) -> bool:
+        """Return whether a cycle may have several micro-batches."""
+        return self.global_batch_size is not None or self.plugin.num_steps > 1
+
+    @property
+    def length(self) -> str:
+        """Return the length of a cycle, as text."""
+        if self.global_batch_size is None:
+            return str(self.plugin.num_steps)
+        return f"{self.global_batch_size} samples"
+
     def set_steps(self, steps: int) -> None:
-        """Set the number of micro-batches in a cycle, also in the script's plugin; raise ValueError if it is below 1."""
+        """Set the number of micro-batches in a cycle, also in the script's plugin; raise ValueError if it is below 1 or unused."""
+        if self.global_batch_size is not None:
+            raise ValueError(
+                f"Cannot set gradient_accumulation_steps={steps}: with global_batch_size={self.global_batch_size}, the batch size of the "
+                "loader and the number of processes determine it. Leave out one of the two."
+            )
         self.plugin.num_steps = steps
 
     def set_synced(self, synced: bool) -> None:
@@ -130,8 +152,12 @@ class Accumulation:
 
         With `split_batches`, processes split the script's batches, so a sum differs from that of one process.
         """
+        counted = f"a global batch of {self.global_batch_size} samples"
         if self.weighted:
-            text = f"the mean over all items of {self.steps} micro-batch(es), as backward(weight=...) counts them"
+            part = counted if self.global_batch_size else f"{self.steps} micro-batch(es)"
+            text = f"the mean over all items of {part}, as backward(weight=...) counts them"
+        elif self.global_batch_size is not None:
+            return f"the mean over the samples of {counted}, of all processes and micro-batches"
         else:
             loss = f"each loss divided by {self.steps}" if self.steps > 1 else "losses as they are"
             text = f"{self.steps} micro-batch(es) an optimizer step, {loss} (unless backward() is given a weight)"
@@ -143,7 +169,7 @@ class Accumulation:
     def advance(self, *, is_last: bool) -> bool:
         """Start the next micro-batch, and return whether it completes a cycle.
 
-        The last one of an epoch does, unless the plugin disables it.
+        The last one of an epoch does, unless the plugin disables it; of counted samples, the last one of a cycle.
         """
         self.is_first = self._count == 0
         self.is_new_cycle = self.is_new_cycle or self.is_first
@@ -151,7 +177,7 @@ class Accumulation:
         self._count += 1
         ends_cycle = is_last and self.plugin.sync_with_dataloader
         self._step = 0 if ends_cycle else self._step + 1
-        self.synced = ends_cycle or self._count >= self.plugin.num_steps
+        self.synced = ends_cycle or (self.global_batch_size is None and self._count >= self.plugin.num_steps)
         if self.synced:
             self._count = 0
             self.num_cycles += 1

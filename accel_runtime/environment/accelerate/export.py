@@ -325,6 +325,12 @@ def _list_limits(settings: Settings) -> Iterator[str]:
             "Pass InitProcessGroupKwargs(backend=...) to the Accelerator, or ddp_backend to TrainingArguments",
         )
 
+    if settings.global_batch_size != "none":
+        yield _format_limit(
+            f"global_batch_size: {settings.global_batch_size}",
+            "Train with an accel_runtime.Accelerator, or choose batch size and accumulation in the script",
+        )
+
 
 def _describe_resume_limit(settings: Settings) -> str:
     if not settings.resume:

@@ -78,8 +78,7 @@ def build_configuration(
 def check_batch_sizes(
     config: DeepSpeedConfig,
     batch_sizes: Sequence[int],
-    accumulation_steps: int,
-    num_processes: int,
+    step_sizes: Sequence[int],
     filled: dict[str, Any],
 ) -> None:
     """Raise ValueError if no loader has the batch size of a configuration.
@@ -87,25 +86,21 @@ def check_batch_sizes(
     Args:
         config: The configuration of the profile and its JSON file.
         batch_sizes: Samples of one process in a micro-batch, of each loader.
-        accumulation_steps: Micro-batches of an optimizer step.
-        num_processes: Processes with different samples.
+        step_sizes: Samples of all processes in an optimizer step, of each loader.
         filled: Receives the values of what is `auto`, by path.
     """
-    for path, factor in (
-        ("train_micro_batch_size_per_gpu", 1),
-        ("train_batch_size", accumulation_steps * num_processes),
+    for path, unsorted, unit in (
+        ("train_micro_batch_size_per_gpu", batch_sizes, "samples a process in a micro-batch"),
+        ("train_batch_size", step_sizes, "samples of all processes in an optimizer step"),
     ):
-        wanted = config.get(path)
-        sizes = sorted({size * factor for size in batch_sizes})
+        wanted, sizes = config.get(path), sorted(set(unsorted))
         if wanted is None and sizes:
             filled[path] = " or ".join(map(str, sizes))
         if wanted is None or wanted in sizes or not sizes:
             continue
-        product = "" if factor == 1 else f" x {accumulation_steps} micro-batches x {num_processes} processes"
         raise ValueError(
             f"{path} is {wanted} in {config.sources.get(path, 'the configuration')}, and the loaders have "
-            f"{', '.join(str(size // factor) for size in sizes)} samples a process{product}. Set it to auto, or use a loader with that "
-            "batch size."
+            f"{' or '.join(map(str, sizes))} {unit}. Set it to auto, or use a loader with that batch size."
         )
 
 

@@ -54,10 +54,8 @@ class DDPWithClipping(DDPStrategy):
         return describe_configuration(self._config, {}, self._filled)
 
     @override
-    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
-        check_batch_sizes(
-            self._config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size, self._filled
-        )
+    def check_batch_sizes(self, batch_sizes: Sequence[int], step_sizes: Sequence[int]) -> None:
+        check_batch_sizes(self._config, batch_sizes, step_sizes, self._filled)
 
     @override
     def prepare(

@@ -405,10 +405,8 @@ class DeepSpeedStrategy(Strategy):
         view.write_back()
 
     @override
-    def check_batch_sizes(self, batch_sizes: Sequence[int], accumulation_steps: int) -> None:
-        check_batch_sizes(
-            self.config, batch_sizes, accumulation_steps, self.backend.data_rank.world_size, self._filled
-        )
+    def check_batch_sizes(self, batch_sizes: Sequence[int], step_sizes: Sequence[int]) -> None:
+        check_batch_sizes(self.config, batch_sizes, step_sizes, self._filled)
 
     @override
     def resolve_placeholders(self, placeholders: Sequence[Placeholder], num_batches: int) -> list[Any]:

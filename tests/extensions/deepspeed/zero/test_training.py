@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.runs.zero_runs import BATCH, LAYOUTS, Program, connect, run_program
 from support.training.models import TwoLayerNet
+from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed", reason="deepspeed is in an environment of its own: make test-deepspeed")
 
@@ -125,6 +126,32 @@ def test_one_process_without_a_launcher_trains_with_zero():
     for layout in ("stage 1", "stage 3"):
         expected, actual = (run_program(Program(losses="sum"), each) for each in ("replicated", layout))
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-6)
+
+
+def train_with_global_batches(layout, size):
+    """Return the parameters after an epoch of 23 rows in steps of 6, with micro-batches of `size` rows."""
+    accelerator = connect(layout, global_batch_size=6)
+    torch.manual_seed(3)
+    model = TwoLayerNet()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(torch.randn(23, 4), batch_size=size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(batch) - batch.sum(1, keepdim=True)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.steps == 4
+    weights = accelerator.get_state_dict(model) or {}
+    return torch.cat([weights[name].flatten() for name in sorted(weights)]) if weights else None
+
+
+@pytest.mark.parametrize("layout", ["stage 0", "stage 1", "stage 2", "stage 3"])
+def test_global_batches_of_a_fixed_number_of_samples_train_as_one_process(clusters, layout):
+    (expected,) = clusters[1].run(train_with_global_batches, "replicated", 6)
+    for size, micro_batch in ((2, 2), (3, 1)):
+        results = clusters[size].run(train_with_global_batches, layout, micro_batch)
+        torch.testing.assert_close(results[0], expected, atol=BAR["no"], rtol=BAR["no"])
 
 
 # Steps that cannot be taken ------------------------------------------------------------------

@@ -527,3 +527,31 @@ def test_device_generators_are_synchronized_with_rng_types_xla(replicas):
 
     first, second = replicas[2].run(numbers_drawn)
     assert torch.equal(first, second)
+
+
+def test_global_batches_of_a_fixed_number_of_samples_train_as_one_process(replicas):
+    def train(batch_size, *, drop_last=True):
+        accelerator = Accelerator(global_batch_size=8)
+        model = network()
+        optimizer = sgd(model)
+        rows = torch.randn(26, 4, generator=torch.Generator().manual_seed(1))
+        loader = DataLoader(rows, batch_size=batch_size, drop_last=drop_last)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                step(accelerator, optimizer, loss_of(model, batch))
+        assert optimizer.steps == 3
+        return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+    def refuse():
+        with pytest.raises(ValueError, match="on this device all ranks must run the same program"):
+            train(2, drop_last=False)
+        with pytest.raises(
+            ValueError, match="Use drop_last=True, and a multiple of batch_size times 2 ranks"
+        ):
+            train(3)
+        return train(2)
+
+    expected = replicas[1].run(train, 8)[0]
+    for result in replicas[2].run(refuse):
+        torch.testing.assert_close(result, expected, atol=CLOSE, rtol=CLOSE)
