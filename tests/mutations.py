@@ -110,6 +110,30 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "first difference of two runs",
+        "accel_cli.extensions.numerics.comparison:Comparison.effect",
+        return_value("self.beyond or self.first if not self.points[1:] else None"),
+        (
+            "tests/extensions/numerics/test_comparison.py::test_the_first_difference_is_named_whatever_differs_after_it",
+        ),
+    ),
+    Mutation(
+        "what a setting may explain",
+        "accel_cli.extensions.numerics.comparison:_can_explain",
+        return_value("True"),
+        (
+            "tests/extensions/numerics/test_comparison.py::test_a_setting_explains_no_number_that_does_not_depend_on_it",
+        ),
+    ),
+    Mutation(
+        "bound of the order of sums",
+        "accel_cli.extensions.numerics.bounds:Bound.computed",
+        return_value("0.5"),
+        (
+            "tests/extensions/numerics/test_comparison.py::test_rounding_is_up_to_the_bound_and_what_is_larger_is_different",
+        ),
+    ),
+    Mutation(
         "end of a run in progress sinks",
         "accel_cli.runs.sink_threads:ProgressSinks.close",
         skip_call("_end"),

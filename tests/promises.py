@@ -317,6 +317,30 @@ RUNTIME = (
 
 LAUNCHER = (
     Promise(
+        "First difference of two runs",
+        "accel diff names the first difference in the order in which a step computes.",
+        (
+            "tests/extensions/numerics/test_comparison.py::test_the_first_difference_is_named_whatever_differs_after_it",
+        ),
+        "first difference of two runs",
+    ),
+    Promise(
+        "Certainty of a difference",
+        "A setting is named as one that may explain a difference, and only if the number can depend on it.",
+        (
+            "tests/extensions/numerics/test_comparison.py::test_a_setting_explains_no_number_that_does_not_depend_on_it",
+        ),
+        "what a setting may explain",
+    ),
+    Promise(
+        "Equal up to the order of sums",
+        "Two runs are equal up to the order of sums if no number differs by more than the bound, which is printed.",
+        (
+            "tests/extensions/numerics/test_comparison.py::test_rounding_is_up_to_the_bound_and_what_is_larger_is_different",
+        ),
+        "bound of the order of sums",
+    ),
+    Promise(
         "Exit code",
         "The exit code of accel launch is the script's own, or 128 + n for signal n.",
         (

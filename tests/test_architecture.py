@@ -669,9 +669,7 @@ REPLACE_TORCH = {
     "accel_cli/runner/agent.py": "torch's agent, in the launch process: it looks up the full host name at each event",
     "accel_cli/runner/rendezvous.py": "torch's rendezvous, in the launch process: its delays are no options",
     "accel_cli/extensions/migrate/counter_runs.py": "a process that runs a script to compare it: counters instead of random numbers",
-    "accel_cli/extensions/migrate/probe.py": "the same: files that the script saves",
-    "accel_cli/extensions/migrate/step_records.py": "the same: losses and seeds of the script",
-    "accel_runtime/extensions/numerics/recorder.py": "records losses and batches of any script",
+    "accel_cli/extensions/migrate/probe.py": "the same: files that the script saves, and its seeds",
 }
 """The modules that may assign to attributes of torch's modules and classes, with what they replace. Elsewhere, torch is changed
 through its interface."""

@@ -13,6 +13,7 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 import contextlib
 import ctypes
+import gc
 import inspect
 import json
 import os
@@ -29,11 +30,14 @@ from types import ModuleType
 from typing import Any
 
 from accel_cli.extensions.migrate.counter_runs import apply_changes
-from accel_cli.extensions.migrate.step_records import RunConfig, StepRecorder
+from accel_cli.extensions.migrate.step_records import RunConfig, RunEnd, write_end
 from accel_cli.worker import execute, prepare_script, print_exception
 from accel_runtime.observe.import_hooks import call_after_import, call_after_torch_import
+from accel_runtime.observe.step_records.digests import digest_generators
+from accel_runtime.observe.step_records.record import Selection
+from accel_runtime.observe.step_records.recorder import Recorder
 
-__all__ = ["Probe", "main"]
+__all__ = ["Probe", "ScriptObserver", "main"]
 
 _PEER_TIMEOUT_S = 60.0
 _SEED = 0
@@ -61,18 +65,15 @@ def main(arguments: list[str]) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     probe = Probe(config)
-    recorder = probe.recorder
     sys.addaudithook(probe.protect_files)
     random.seed(_SEED)
     call_after_import("numpy.random", lambda module: module.seed(_SEED))
     call_after_torch_import(probe.prepare_torch)
-    call_after_import("torch.utils.data.distributed", recorder.watch_samplers)
-    call_after_import("torch.utils.data._utils.fetch", recorder.watch_fetchers)
-    recorder.watch_batches()
+    probe.observer.install()
     call_after_import("safetensors", probe.watch_safetensors)
     call_after_import("accel_runtime.accelerator.accelerator", probe.split_batches)
     # After the recorder, which records what changed losses and orders are.
-    apply_changes(config.changes, config.world_size, lambda: recorder.is_training)
+    apply_changes(config.changes, config.world_size, lambda: probe.recorder.has_begun)
     prepare_script("script")
     try:
         execute("script", sys.argv[0])
@@ -95,7 +96,11 @@ class Probe:
 
     def __init__(self, config: RunConfig) -> None:
         self._config, self._pid = config, os.getpid()
-        self.recorder = StepRecorder(config, self.end)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        environ = {"RANK": str(config.rank), "WORLD_SIZE": str(config.world_size)}
+        self.recorder = Recorder(config.folder, Selection(last=config.max_steps), environ, self._end_step)
+        self.observer = ScriptObserver()
+        self._steps = 0
         self._is_protecting = False
         self._results = Path(config.results)
         temporary = Path(tempfile.gettempdir()).resolve()
@@ -113,7 +118,8 @@ class Probe:
         torch.manual_seed(_SEED)
         torch.set_num_threads(1)
         torch.backends.cudnn.deterministic = True
-        self.recorder.watch_torch(torch)
+        self.observer.watch_seeds(torch)
+        self.recorder.install(torch)
         torch.save = self._replace_link_of(torch.save, "f")
         call_after_import("torch.multiprocessing", _run_spawned_function)
 
@@ -216,11 +222,19 @@ class Probe:
         ]
         return f"{text} ({places[-1]})" if places else text
 
+    def _end_step(self, step: int) -> None:
+        self._steps = step
+        if step == 1:
+            self.observer.find_layers()
+        if step == self._config.max_steps:
+            self.end()
+
     def end(self, error: str = "") -> None:
         """Write the end, wait for the other ranks, and end the process without functions of `atexit`."""
         if os.getpid() != self._pid:  # a process that the script has forked
             os._exit(bool(error))
-        self.recorder.end(error)
+        self.recorder.end()
+        write_end(self._config.folder, self.observer.build_end(self._steps, error))
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -231,6 +245,97 @@ class Probe:
         while not error and not all(end.exists() for end in ends) and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(0)
+
+
+class ScriptObserver:
+    """Observer of what a script does that is no part of a step."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._torch: Any = None
+        self._layers: tuple[str, ...] = ()
+        self._workers = 0
+        self._is_seeded = self._has_distributed_order = self._is_drawn_by_data = False
+
+    def install(self) -> None:
+        """Install the hooks once the loaders are imported."""
+        call_after_import("torch.utils.data.distributed", self._watch_samplers)
+        call_after_import("torch.utils.data._utils.fetch", self._watch_fetchers)
+        call_after_import("torch.utils.data.dataloader", self._watch_loaders)
+
+    def watch_seeds(self, torch: Any) -> None:
+        """Observe if the script sets a seed of torch."""
+        self._torch, seed = torch, torch.manual_seed
+
+        @wraps(seed)
+        def observe_seed(*args: Any, **kwargs: Any) -> Any:
+            self._is_seeded = True
+            return seed(*args, **kwargs)
+
+        torch.manual_seed = observe_seed
+
+    def _watch_samplers(self, module: Any) -> None:
+        iterate = module.DistributedSampler.__iter__
+
+        @wraps(iterate)
+        def observe_order(sampler: Any) -> Any:
+            self._has_distributed_order |= bool(sampler.shuffle)
+            return iterate(sampler)
+
+        module.DistributedSampler.__iter__ = observe_order
+
+    def _watch_fetchers(self, module: Any) -> None:
+        fetcher = module._MapDatasetFetcher  # noqa: SLF001 - reads all samples with an index (torch 2.9 to 2.13)
+        fetch = fetcher.fetch
+
+        @wraps(fetch)
+        def fetch_and_compare(self_: Any, index: Any) -> Any:
+            if os.getpid() != self._pid:
+                return fetch(self_, index)
+            before = digest_generators()
+            batch = fetch(self_, index)
+            self._is_drawn_by_data |= digest_generators() != before
+            return batch
+
+        fetcher.fetch = fetch_and_compare
+
+    def _watch_loaders(self, module: Any) -> None:
+        base = module._BaseDataLoaderIter  # noqa: SLF001 - the class of all its iterators (torch 2.9 to 2.13)
+        create = base.__init__
+
+        @wraps(create)
+        def create_and_observe(iterator: Any, loader: Any) -> None:
+            create(iterator, loader)
+            self._workers = max(self._workers, loader.num_workers)
+
+        base.__init__ = create_and_observe
+
+    def find_layers(self) -> None:
+        """Find the classes of BatchNorm and dropout layers in training mode."""
+        torch = self._torch
+        norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - the class of all of them
+        dropout = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001
+        found = set()
+        for one in gc.get_objects():
+            kind = type(one)  # not isinstance: proxies run code for it
+            if not issubclass(kind, torch.nn.Module) or not one.training:
+                continue
+            is_norm = issubclass(kind, norm) and not issubclass(kind, torch.nn.SyncBatchNorm)
+            if is_norm or (issubclass(kind, dropout) and one.p > 0):
+                found.add(kind.__name__)
+        self._layers = tuple(sorted(found))
+
+    def build_end(self, steps: int, error: str) -> RunEnd:
+        """Return the end of the run."""
+        return RunEnd(
+            steps,
+            error,
+            self._layers,
+            self._is_seeded,
+            self._has_distributed_order,
+            self._is_drawn_by_data,
+            self._workers,
+        )
 
 
 def _run_spawned_function(module: ModuleType) -> None:

@@ -1,37 +1,28 @@
-"""Records of the optimizer steps of a training: the files of a run, their reader, and the recorder that writes them.
+"""The steps of a run of `accel migrate --verify`, from the records of its ranks, and the differences of two runs.
 
-A run is a folder. `RANK.jsonl` has the records of a rank, one JSON object a line, in the order in which they were written:
-
-- `{"kind": "run", "version": 1, "rank": R, "world_size": N}`, once, at the start;
-- `{"kind": "step", ...}` for each step of an optimizer of torch, with the fields of `StepRecord`;
-- `{"kind": "end", ...}` with the fields of `RunEnd`; missing if the process was ended from outside.
-
-`STEP.pt` has tensors of rank 0 at that step, as `torch.save` writes them: a dict with the lists `start`, `weights` and `gradients`,
-each with a 1-D float64 tensor for each parameter of the optimizer that stepped, in its order: the weights before its first step, after
-this one, and the gradients of this one. Of a parameter with more than 16,384 values, they have values at even distances.
-
-torch is used only once the recorded script has imported it.
+Each process writes the record of its steps in the format of `observe/step_records`, into a folder of its rank in that of the results.
+`END` beside it has how the run ended, and what the script does that is no part of a step.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import hashlib
 import json
-import os
-import random
-import sys
-import threading
-import weakref
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import wraps
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
-from accel_runtime.observe.recorders import LoadedBatches
+from accel_runtime.observe.step_records.record import (
+    FILE,
+    Batch,
+    Entry,
+    RankRecord,
+    StepRecord,
+    Summary,
+    compare_sketches,
+    read_record,
+)
 
 __all__ = [
     "INDEX",
@@ -39,19 +30,16 @@ __all__ = [
     "Difference",
     "RunConfig",
     "RunEnd",
-    "StepRecord",
-    "StepRecorder",
-    "encode_record",
-    "read_records",
+    "Step",
+    "compare_steps",
+    "read_end",
+    "read_steps",
+    "write_end",
 ]
 
 INDEX = "index"
 """The name of the column with the indices of a batch in its dataset."""
-VERSION = 1
-_MAX_VALUES = 16384
-"""The number of values of a parameter that are compared; of larger ones, values at even distances."""
-_MAX_DEPTH = 4
-"""Levels of a batch that are searched for samples."""
+END = "end.json"
 
 
 @dataclass(frozen=True)
@@ -62,9 +50,7 @@ class RunConfig:
     world_size: int
     max_steps: int
     results: str
-    """The folder of the records, one file for each rank."""
-    reference: str
-    """The folder of the run to compare with; empty for the first one."""
+    """The folder of the results, with one of each rank."""
     tree: str
     """The folder of the copy, beside links to the files and folders that are beside the user's folder."""
     copy: str
@@ -77,9 +63,9 @@ class RunConfig:
     """Names of the changes of the script's computation under which it runs, to test if they explain a difference."""
 
     @property
-    def records(self) -> Path:
-        """The file of the records of this rank."""
-        return Path(self.results, f"{self.rank}.jsonl")
+    def folder(self) -> Path:
+        """The folder of this rank."""
+        return find_folder(Path(self.results), self.rank)
 
 
 @dataclass(frozen=True)
@@ -87,9 +73,9 @@ class Difference:
     """The differences of one step from the same step of another run, over the parameters of its optimizer."""
 
     weights: float
-    """The largest absolute difference of a weight."""
+    """The norm of the differences of weights, divided by that of the weights."""
     update: float
-    """The norm of the differences of weights, divided by that of the change since the start."""
+    """The same, divided by the norm of the change since the start."""
     gradients: float
     """The norm of the differences of gradients, divided by that of the gradients."""
 
@@ -99,47 +85,39 @@ class Column:
     """One identity of each sample that a process consumed for a step, from one source."""
 
     kind: Literal["loader", "model"]
-    """`loader`: a batch of a DataLoader; `model`: the inputs of a call of a module outside of any other, while gradients are on."""
+    """`loader`: a batch of a DataLoader; `model`: the inputs of a model that the script calls, while gradients are on."""
     source: str
-    """The line of the script that iterates over the loader, as `train.py:12`; the number of the call within the step, from 0."""
+    """The line of the script that iterates over the loader, as `train.py:12`; empty for inputs."""
     name: str
-    """`index` for indices in the dataset; otherwise the position of a tensor or list in the batch, such as `.1` or `.input_ids`."""
+    """The name of `Batch`."""
     rows: tuple[str, ...]
     """Indices, or hashes of the values of each sample: a row of the tensor, along its first dimension."""
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One step of an optimizer."""
+class Step:
+    """What is compared of one step of an optimizer."""
 
-    step: int
     loss: float | None
     """The sum of the losses of the backward passes since the step before; None without one."""
-    digest: str
-    """The checksum of the weights after the step."""
-    weights_norm: float
-    gradients: str
-    """The checksum of the gradients of the step, as the optimizer reads them."""
+    weights: tuple[str, ...]
+    """The digests of the weights after the step."""
     gradients_norm: float
-    random: str
-    """The checksum of the states of the random number generators after the step."""
+    random: Mapping[str, str]
+    """Digests of the states of the random number generators after the step, by generator."""
     rates: tuple[float, ...]
     """The learning rate of each parameter group."""
     samples: tuple[Column, ...]
     """The samples that were consumed since the step before: batches of torch's loaders that a backward pass followed, and inputs."""
     is_drawn: bool
-    """True if random numbers were drawn between the last batch and the end of the step."""
-    is_drawn_by_data: bool
-    """True if random numbers were drawn while samples of a dataset with indices were read, in the process of the script."""
-    workers: int
-    """The largest number of worker processes of a loader."""
+    """True if random numbers were drawn between the last batch and the backward pass."""
     difference: Difference | None = None
-    """None if there is no such step of the other run, or its parameters have other shapes."""
+    """The difference from another run; None without one, or if its parameters have other shapes."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended."""
+    """How a run ended, and what the script does that is no part of a step."""
 
     steps: int
     error: str = ""
@@ -150,423 +128,130 @@ class RunEnd:
     """True if the script sets a seed of torch."""
     has_distributed_order: bool = False
     """True if a `DistributedSampler` has shuffled, whose order is not that of a shuffling DataLoader."""
-    is_sampled: bool = False
-    """True if a parameter has more values than `STEP.pt` holds of it."""
+    is_drawn_by_data: bool = False
+    """True if random numbers were drawn while samples of a dataset with indices were read, in the process of the script."""
+    workers: int = 0
+    """The largest number of worker processes of a loader."""
 
 
-def encode_record(record: StepRecord | RunEnd) -> str:
-    """Return a record as a line."""
-    kind = "step" if isinstance(record, StepRecord) else "end"
-    return f"{json.dumps({'kind': kind, **asdict(record)})}\n"
+def find_folder(results: Path, rank: int) -> Path:
+    """Return the folder of a rank."""
+    return results / str(rank)
 
 
-def read_records(path: Path) -> tuple[tuple[StepRecord, ...], RunEnd | None]:
-    """Return the steps of a process, and its end; None if it was ended from outside."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    # A process that is ended may leave a part of a line.
-    values = [json.loads(line) for line in lines if line.endswith("\n")]
-    by_kind: dict[str, list[dict[str, Any]]] = {"run": [], "step": [], "end": []}
-    for value in values:
-        by_kind[value.pop("kind")].append(value)
-    ends = [RunEnd(**{**value, "layers": tuple(value["layers"])}) for value in by_kind["end"]]
-    return tuple(map(_parse_step, by_kind["step"])), ends[0] if ends else None
+def write_end(folder: Path, end: RunEnd) -> None:
+    """Write the end of a rank, which is there as a whole or not at all."""
+    part = folder / f"{END}.part"
+    part.write_text(json.dumps(asdict(end)), encoding="utf-8")
+    part.replace(folder / END)
 
 
-def _parse_step(value: dict[str, Any]) -> StepRecord:
-    difference = value.pop("difference")
-    columns = [Column(**{**column, "rows": tuple(column["rows"])}) for column in value.pop("samples")]
-    return StepRecord(
-        **{**value, "rates": tuple(value["rates"])},
-        samples=tuple(columns),
-        difference=Difference(**difference) if difference else None,
-    )
+def read_end(results: Path, rank: int) -> RunEnd | None:
+    """Return the end of a rank; None if it was ended from outside, or runs."""
+    path = find_folder(results, rank) / END
+    if not path.exists():
+        return None
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return RunEnd(**{**value, "layers": tuple(value["layers"])})
 
 
-class StepRecorder:
-    """Recorder of the steps of this process.
+def read_steps(results: Path, rank: int, reference: Path | None) -> tuple[tuple[Step, ...], str]:
+    """Return the steps of a rank, and why its record ends before the run does; empty if it does not.
 
     Args:
-        config: What is recorded, and where.
-        finish: Called after the last step that is recorded.
+        results: The folder of the run.
+        rank: The rank.
+        reference: The folder of the run that the steps are compared with, by its first rank.
     """
-
-    def __init__(self, config: RunConfig, finish: Callable[[], None]) -> None:
-        self._config, self._finish, self._pid = config, finish, os.getpid()
-        self._torch: Any = None
-        self._steps = 0
-        self._losses: list[float] = []
-        self._has_backward = self._is_in_backward = False
-        self._samples: list[Column] = []
-        self._batches: dict[str, tuple[Column, ...]] = {}
-        """The last batch of each loader that no backward pass has followed yet."""
-        self._loaders: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        """The sources of iterators."""
-        self._depth = self._calls = 0
-        self._workers = 0
-        self._is_drawn_by_data = self._is_seeded = self._has_distributed_order = self._is_sampled = False
-        self._last_random = ""
-        self._layers: tuple[str, ...] = ()
-        self._starts: dict[int, list[Any]] = {}
-        """The weights before the first step of each optimizer, by its id."""
-        self._results = Path(config.results)
-        self._written = False
-
-    @property
-    def is_training(self) -> bool:
-        """True from the first batch or backward pass on."""
-        return self._steps > 0 or self._has_backward or bool(self._last_random)
-
-    # Hooks of torch
-
-    def watch_torch(self, torch: Any) -> None:
-        """Record steps, backward passes and inputs of modules."""
-        self._torch = torch
-        seed, backward = torch.manual_seed, torch.autograd.backward
-
-        @wraps(seed)
-        def record_seed(*args: Any, **kwargs: Any) -> Any:
-            self._is_seeded = True
-            return seed(*args, **kwargs)
-
-        @wraps(backward)
-        def record_loss(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if os.getpid() == self._pid:
-                if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-                    self._losses.append(float(tensors.detach().double()))
-                self._take_batches()
-            # Activations that are computed again are no inputs.
-            self._has_backward = self._is_in_backward = True
-            try:
-                backward(tensors, *args, **kwargs)
-            finally:
-                self._is_in_backward = False
-
-        torch.manual_seed, torch.autograd.backward = record_seed, record_loss
-        hooks = sys.modules["torch.optim.optimizer"]
-        hooks.register_optimizer_step_pre_hook(self._keep_start)
-        hooks.register_optimizer_step_post_hook(self._record_step)
-        modules = sys.modules["torch.nn.modules.module"]
-        modules.register_module_forward_pre_hook(self._enter_module)
-        modules.register_module_forward_hook(self._leave_module, with_kwargs=True)
-
-    def watch_samplers(self, module: Any) -> None:
-        """Record if a `DistributedSampler` shuffles."""
-        iterate = module.DistributedSampler.__iter__
-
-        @wraps(iterate)
-        def record_order(sampler: Any) -> Any:
-            self._has_distributed_order |= bool(sampler.shuffle)
-            return iterate(sampler)
-
-        module.DistributedSampler.__iter__ = record_order
-
-    def watch_batches(self) -> None:
-        """Record the batches of loaders, and their indices."""
-        LoadedBatches(self._keep_batch, self._drop_batch, self._record_load).install()
-
-    def _record_load(self, iterator: Any) -> None:
-        self._last_random = self._hash_generators()
-        self._workers = max(self._workers, iterator._num_workers)  # noqa: SLF001
-
-    def watch_fetchers(self, module: Any) -> None:
-        """Record if datasets draw random numbers in this process."""
-        fetcher = module._MapDatasetFetcher  # noqa: SLF001 - reads all samples with an index (torch 2.9 to 2.13)
-        fetch = fetcher.fetch
-
-        @wraps(fetch)
-        def fetch_and_compare(self_: Any, index: Any) -> Any:
-            if os.getpid() != self._pid:
-                return fetch(self_, index)
-            before = self._hash_generators()
-            batch = fetch(self_, index)
-            self._is_drawn_by_data |= self._hash_generators() != before
-            return batch
-
-        fetcher.fetch = fetch_and_compare
-
-    # Samples
-
-    def _keep_batch(self, iterator: Any, batch: Any, index: Any) -> None:
-        """Keep a batch until a backward pass follows; one that none follows, as in an evaluation, is no sample of a step."""
-        if not self._torch.is_grad_enabled():  # an evaluation that may leave its loop early
-            return
-        if iterator not in self._loaders:
-            source = self._find_line()
-            number = sum(one.partition("#")[0] == source for one in self._loaders.values())
-            self._loaders[iterator] = f"{source}#{number}" if number else source
-        source = self._loaders[iterator]
-        columns = {INDEX: rows} if (rows := _list_indices(index)) else {}
-        columns |= list_columns(batch)
-        self._batches[source] = tuple(Column("loader", source, name, rows) for name, rows in columns.items())
-
-    def _drop_batch(self, iterator: Any) -> None:
-        self._batches.pop(self._loaders.pop(iterator, ""), None)
-
-    def _take_batches(self) -> None:
-        for columns in self._batches.values():
-            self._samples += columns
-        self._batches.clear()
-
-    def _find_line(self) -> str:
-        """Return the line of the script that runs now."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as `inspect.currentframe`
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(self._config.copy):
-                return f"{path.relative_to(self._config.copy)}:{frame.f_lineno}"
-            frame = frame.f_back
-        return ""
-
-    def _is_recorded(self) -> bool:
-        return (
-            not self._torch.compiler.is_compiling()
-            and os.getpid() == self._pid
-            and threading.current_thread() is threading.main_thread()
-        )
-
-    def _enter_module(self, _module: Any, _args: Any) -> None:
-        if self._is_recorded():
-            self._depth += 1
-
-    def _leave_module(self, module: Any, args: Any, kwargs: Any, _output: Any) -> None:
-        if not self._is_recorded():
-            return
-        self._depth = max(self._depth - 1, 0)
-        if self._depth or self._is_in_backward or not self._torch.is_grad_enabled():
-            return
-        parameters = list(module.parameters())
-        if parameters and not any(one.requires_grad for one in parameters):
-            return
-        columns = list_columns({**dict(enumerate(args)), **kwargs})
-        self._samples += [Column("model", str(self._calls), name, rows) for name, rows in columns.items()]
-        self._calls += 1
-
-    # Steps
-
-    def _keep_start(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if os.getpid() == self._pid and id(optimizer) not in self._starts:
-            self._starts[id(optimizer)] = [_sample(one) for one in _list_parameters(optimizer)]
-
-    def _record_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if os.getpid() != self._pid or self._torch.compiler.is_compiling():
-            return
-        self._steps += 1
-        if not self._has_backward:
-            self._take_batches()
-        parameters = _list_parameters(optimizer)
-        gradients = [self._torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-        state = {
-            "start": self._starts[id(optimizer)],
-            "weights": [_sample(one) for one in parameters],
-            "gradients": [_sample(one) for one in gradients],
-        }
-        is_first_rank = self._config.rank == 0
-        if is_first_rank:
-            self._torch.save(state, self._results / f"{self._steps}.pt")
-        if self._steps == 1:
-            self._layers = self._find_layers()
-        self._is_sampled |= any(one.numel() > _MAX_VALUES for one in parameters)
-        current = self._hash_generators()
-        record = StepRecord(
-            step=self._steps,
-            loss=sum(self._losses) if self._losses else None,
-            digest=_hash_tensors(self._torch, parameters),
-            weights_norm=_measure(state["weights"]),
-            gradients=_hash_tensors(self._torch, gradients),
-            gradients_norm=_measure(state["gradients"]),
-            random=current,
-            rates=tuple(float(group.get("lr", 0)) for group in optimizer.param_groups),
-            samples=tuple(self._samples),
-            is_drawn=bool(self._last_random) and current != self._last_random,
-            is_drawn_by_data=self._is_drawn_by_data,
-            workers=self._workers,
-            difference=self._compare(state) if is_first_rank and self._config.reference else None,
-        )
-        self._write(encode_record(record))
-        self._losses, self._samples, self._is_drawn_by_data, self._has_backward = [], [], False, False
-        self._depth = self._calls = 0
-        self._last_random = current
-        if self._steps == self._config.max_steps:
-            self._finish()
-
-    def _compare(self, state: dict[str, list[Any]]) -> Difference | None:
-        """Return the differences of a step from that of the reference."""
-        path = Path(self._config.reference, f"{self._steps}.pt")
-        if not path.exists():
-            return None
-        torch = self._torch
-        other = torch.load(path, weights_only=True)
-        if [one.shape for one in other["weights"]] != [one.shape for one in state["weights"]]:
-            return None
-        largest = max(
-            (
-                float((a - b).abs().max())
-                for a, b in zip(state["weights"], other["weights"], strict=True)
-                if a.numel()
-            ),
-            default=0.0,
-        )
-        change = _measure([a - b for a, b in zip(other["weights"], other["start"], strict=True)])
-        return Difference(
-            largest,
-            _divide(
-                _measure([a - b for a, b in zip(state["weights"], other["weights"], strict=True)]), change
-            ),
-            _divide(
-                _measure([a - b for a, b in zip(state["gradients"], other["gradients"], strict=True)]),
-                _measure(other["gradients"]),
-            ),
-        )
-
-    def _find_layers(self) -> tuple[str, ...]:
-        """Return the classes of BatchNorm and dropout layers in training mode."""
-        torch = self._torch
-        norm = torch.nn.modules.batchnorm._BatchNorm  # noqa: SLF001 - the class of all of them
-        dropout = torch.nn.modules.dropout._DropoutNd  # noqa: SLF001
-        found = set()
-        for one in gc.get_objects():
-            kind = type(one)  # not isinstance: proxies run code for it
-            if not issubclass(kind, torch.nn.Module) or not one.training:
-                continue
-            is_norm = issubclass(kind, norm) and not issubclass(kind, torch.nn.SyncBatchNorm)
-            if is_norm or (issubclass(kind, dropout) and one.p > 0):
-                found.add(kind.__name__)
-        return tuple(sorted(found))
-
-    def _hash_generators(self) -> str:
-        """Return a checksum of the states of Python's, numpy's and torch's generators."""
-        digest = hashlib.sha256(repr(random.getstate()).encode("utf-8"))
-        if "numpy.random" in sys.modules:
-            digest.update(repr(sys.modules["numpy.random"].get_state()[1:3]).encode("utf-8"))
-        digest.update(bytes(self._torch.get_rng_state().tolist()))
-        if self._torch.cuda.is_initialized():
-            digest.update(bytes(self._torch.cuda.get_rng_state().tolist()))
-        return digest.hexdigest()
-
-    def end(self, error: str = "") -> None:
-        """Write the end of the run."""
-        self._write(
-            encode_record(
-                RunEnd(
-                    self._steps,
-                    error,
-                    self._layers,
-                    self._is_seeded,
-                    self._has_distributed_order,
-                    self._is_sampled,
-                )
-            )
-        )
-
-    def _write(self, line: str) -> None:
-        head = {
-            "kind": "run",
-            "version": VERSION,
-            "rank": self._config.rank,
-            "world_size": self._config.world_size,
-        }
-        with self._config.records.open("a", encoding="utf-8") as file:
-            file.write(line if self._written else f"{json.dumps(head)}\n{line}")
-        self._written = True
+    record = _read(results, rank)
+    other = None if reference is None else _read(reference, 0)
+    if record is None:
+        return (), ""
+    steps: list[Step] = []
+    before: StepRecord | None = None
+    for number, step in sorted(record.steps.items()):
+        difference = compare_steps(step, number, other) if other else None
+        steps.append(_build_step(step, before, difference))
+        before = step
+    return tuple(steps), record.end or ""
 
 
-def list_columns(batch: Any) -> dict[str, tuple[str, ...]]:
-    """Return hashes of the samples of a batch, for each tensor, array and list of texts in it, by its position.
-
-    A list of tensors is also a column itself, whose rows are the tensors: lists of samples of different sizes are batches too.
-    """
-    columns: dict[str, tuple[str, ...]] = {}
-    _add_columns(columns, "", batch, 0)
-    return columns
+def _read(results: Path, rank: int) -> RankRecord | None:
+    path = find_folder(results, rank) / FILE
+    return read_record(path) if path.exists() else None
 
 
-def _add_columns(columns: dict[str, tuple[str, ...]], name: str, value: Any, depth: int) -> None:
-    if _is_array(value):
-        if rows := _hash_rows(value):
-            columns[name] = rows
-        return
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = vars(value)
-    if depth > _MAX_DEPTH or not isinstance(value, (Mapping, list, tuple)):
-        return
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif value and all(isinstance(one, (str, bytes)) for one in value):
-        columns[name] = tuple(_hash(repr(one).encode("utf-8", "backslashreplace")) for one in value)
-        return
-    else:
-        items = list(enumerate(value))
-        arrays = [_hash_rows(one) for one in value if _is_array(one)]
-        if arrays and all(arrays) and len(arrays) == len(value):
-            columns[f"{name}[]"] = tuple(_hash("".join(one).encode("ascii")) for one in arrays)
-    for key, one in items:
-        _add_columns(columns, f"{name}.{key}", one, depth + 1)
-
-
-def _is_array(value: Any) -> bool:
-    return (
-        hasattr(value, "shape")
-        and hasattr(value, "dtype")
-        and hasattr(value, "tobytes") | hasattr(value, "detach")
+def _build_step(step: StepRecord, before: StepRecord | None, difference: Difference | None) -> Step:
+    losses = [value for one in step.passes for _, value in one.losses if value is not None]
+    batches = [batch for one in step.passes for batch in one.batches]
+    inputs = [batch for one in step.passes for batch in one.inputs]
+    # Without a batch, it is not known when the inputs were drawn.
+    is_drawn = not batches and before is not None and before.random != step.random
+    return Step(
+        loss=sum(losses) if losses else None,
+        weights=tuple(digest for _, digest in step.parameters),
+        gradients_norm=step.norm,
+        random=step.random,
+        rates=step.rates,
+        samples=(*_build_columns("loader", batches), *_build_columns("model", inputs)),
+        is_drawn=is_drawn or any(one.drawn for one in step.passes),
+        difference=difference,
     )
 
 
-def _hash_rows(value: Any) -> tuple[str, ...]:
-    """Return a hash of each row of a tensor or an array; none of activations, parameters and values without rows."""
-    if not len(value.shape) or not value.shape[0]:
-        return ()
-    if hasattr(value, "detach"):
-        torch = sys.modules["torch"]
-        if value.grad_fn is not None or isinstance(value, torch.nn.Parameter):
-            return ()
-        try:
-            value = value.detach().cpu().contiguous()
-            value = value.reshape(len(value), -1).view(torch.uint8).numpy()
-        except (RuntimeError, TypeError, NotImplementedError):  # sparse, on the meta device, of a subclass
-            return ()
-    return tuple(_hash(row.tobytes()) for row in value)
+def _build_columns(kind: Literal["loader", "model"], batches: Iterable[Batch]) -> list[Column]:
+    """Return the columns that have samples."""
+    source = "" if kind == "model" else None
+    return [
+        Column(kind, one.source if source is None else source, one.name, one.rows)
+        for one in batches
+        if not one.name.endswith("()")
+    ]
 
 
-def _hash(value: bytes) -> str:
-    return hashlib.blake2b(value, digest_size=8).hexdigest()
+def compare_steps(step: StepRecord, number: int, other: RankRecord) -> Difference | None:
+    """Return the difference of a step from that of another run; None without one, or if its parameters have other shapes."""
+    reference = other.steps.get(number)
+    if reference is None:
+        return None
+    tensors = _list_summaries(step, step.parameters), _list_summaries(reference, reference.parameters)
+    shapes = [[one.shape for one in each.values()] for each in tensors]
+    if shapes[0] != shapes[1]:
+        return None
+    first = min(one for one, record in other.steps.items() if record.optimizer == reference.optimizer)
+    start = _list_summaries(other.steps[first], other.steps[first].before or ())
+    weights = _measure(zip(*(each.values() for each in tensors), strict=True))
+    changes = [
+        (one, start[name])
+        for name, one in tensors[1].items()
+        if name in start and one.shape == start[name].shape
+    ]
+    gradients = _list_summaries(step, step.read), _list_summaries(reference, reference.read)
+    if gradients[0].keys() != gradients[1].keys() and len(gradients[0]) == len(gradients[1]):
+        gradients = dict(zip(gradients[1], gradients[0].values(), strict=True)), gradients[1]
+    pairs = [(gradients[0].get(name), gradients[1].get(name)) for name in {**gradients[0], **gradients[1]}]
+    return Difference(
+        _divide(weights, math.hypot(*(one.norm for one in tensors[1].values()))),
+        _divide(weights, _measure(changes)),
+        _divide(_measure(pairs), reference.norm),
+    )
 
 
-def _list_indices(index: Any) -> tuple[str, ...]:
-    """Return the indices of a batch as texts; none of a dataset without indices."""
-    index = getattr(index, "indices", index)  # a message to workers of a prepared loader
-    indices = list(index) if isinstance(index, (list, tuple)) else [index]
-    return () if any(one is None for one in indices) else tuple(map(str, indices))
+def _list_summaries(step: StepRecord, entries: Iterable[Entry]) -> dict[str, Summary]:
+    return {name: step.values[digest] for name, digest in entries if digest in step.values}
 
 
-def _list_parameters(optimizer: Any) -> list[Any]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
-
-
-def _sample(tensor: Any) -> Any:
-    """Return values of a tensor at even distances, as float64."""
-    values = _get_values(tensor).reshape(-1)
-    return values[:: -(-values.numel() // _MAX_VALUES) or 1].to("cpu", copy=True).double()
-
-
-def _get_values(tensor: Any) -> Any:
-    tensor = tensor.detach()
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return sys.modules["torch"].view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _hash_tensors(torch: Any, tensors: list[Any]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        values = _get_values(tensor).reshape(-1).contiguous().cpu()
-        digest.update(values.view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def _measure(tensors: list[Any]) -> float:
-    """Return the norm of several tensors as one vector."""
-    return float(sum(float(one.square().sum()) for one in tensors) ** 0.5)
+def _measure(pairs: Iterable[tuple[Summary | None, Summary | None]]) -> float:
+    """Return an estimate of the norm of the differences of tensors, of which None are zeros."""
+    sizes = []
+    for one, other in pairs:
+        if one is not None and other is not None:
+            is_lost = one.non_finite != other.non_finite
+            sizes.append(math.inf if is_lost else compare_sketches(one.sketch, other.sketch))
+        elif (only := one or other) is not None:
+            sizes.append(only.norm)
+    return math.hypot(*sizes)
 
 
 def _divide(difference: float, size: float) -> float:
-    return 0.0 if difference == 0 else difference / size if size else float("inf")
+    return 0.0 if difference == 0 else difference / size if size else math.inf

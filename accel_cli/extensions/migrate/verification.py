@@ -16,7 +16,7 @@ from accel_cli.errors import UsageError
 from accel_cli.extensions.migrate.counter_runs import DATA_DRAWS, DRAWS, NORMS, ORDER, PADDING, SUM
 from accel_cli.extensions.migrate.files import STDIN, migrate_file
 from accel_cli.extensions.migrate.scratch_copy import find_root
-from accel_cli.extensions.migrate.step_records import INDEX, StepRecord
+from accel_cli.extensions.migrate.step_records import INDEX, Step
 from accel_cli.extensions.migrate.verification_runs import (
     RunResult,
     Trial,
@@ -203,7 +203,7 @@ def _compare_runs(
     one_run = VerifyRun("after", after, reference=run.name, on_cpu=on_cpu)
     one = run_trial(trial, one_run)
     part = find_first_difference(first, one)
-    if part.step <= len(one.steps) and any(record.workers for record in one.steps[: part.step]):
+    if 0 < part.step <= len(one.steps) and one.end.workers:
         part = replace(part, reason=part.reason + _test_workers(trial, run, one_run, report))
     seed = "" if first.end.is_seeded else " The script sets no seed of torch: every run began with 0."
     if part.step:
@@ -344,8 +344,6 @@ def _list_omissions(one: RunResult, samples: SampleComparison) -> Iterator[str]:
     omitted = [] if samples.is_divided else ["the samples of each process"]
     if any(step.loss is None for step in one.steps):
         omitted.append("losses of steps without a backward pass from one number")
-    if one.end.is_sampled:
-        omitted.append("parameters with more than 16,384 values, apart from as many of each")
     if omitted:
         yield f"not compared: {', '.join(omitted)}"
 
@@ -411,7 +409,7 @@ def _list_causes(pair: Pair, samples: SampleComparison, part: Divergence) -> dic
         causes[DRAWS] = (
             f"Random numbers are drawn in the step{source}: each process draws them for its own half of the batch."
         )
-    if any(record.is_drawn_by_data or record.workers for record in steps):
+    if any(run.end.is_drawn_by_data or run.end.workers for run in (pair.one, pair.two)):
         causes[DATA_DRAWS] = "The data set draws random numbers: each process draws them for its own samples."
     if samples.is_padded:
         causes[PADDING] = "Pass even_batches=False in DataLoaderConfiguration to leave the padding out."
@@ -446,7 +444,7 @@ def _describe_failure(script: Path, result: RunResult) -> str:
 def find_first_difference(before: RunResult, after: RunResult) -> Divergence:
     """Return the first step at which the runs before and after the conversion part, on one process."""
     for index, (old, new) in enumerate(zip(before.steps, after.steps, strict=False)):
-        if old.digest == new.digest and repr(old.loss) == repr(new.loss):
+        if old.weights == new.weights and repr(old.loss) == repr(new.loss):
             continue
         return Divergence(index + 1, _explain_on_one(before.steps[: index + 1], after.steps[: index + 1]))
     if after.error or len(after.steps) != len(before.steps):
@@ -458,9 +456,9 @@ def find_first_difference(before: RunResult, after: RunResult) -> Divergence:
     return Divergence()
 
 
-def _explain_on_one(before: Sequence[StepRecord], after: Sequence[StepRecord]) -> str:
+def _explain_on_one(before: Sequence[Step], after: Sequence[Step]) -> str:
     old, new = before[-1], after[-1]
-    has_drawn = len(before) > 1 and before[-2].random != after[-2].random
+    has_drawn = len(before) > 1 and _have_other_states(before[-2], after[-2])
     if repr(old.loss) != repr(new.loss):
         text = f"the loss is {_format(old.loss)} before the conversion and {_format(new.loss)} after it"
     elif old.rates != new.rates:
@@ -469,7 +467,7 @@ def _explain_on_one(before: Sequence[StepRecord], after: Sequence[StepRecord]) -
         return "the optimizer has other parameters after the conversion."
     else:
         return "the losses are equal, and the gradients or the step of the optimizer differ."
-    if has_drawn or (len(before) == 1 and old.random != new.random):
+    if has_drawn or (len(before) == 1 and _have_other_states(old, new)):
         return f"{text}. The random number generators differ, so that other numbers were drawn: of batches, shuffling or layers."
     old_inputs, new_inputs = (sorted(_list_inputs(record)) for record in (old, new))
     if not old_inputs or not new_inputs:
@@ -478,7 +476,12 @@ def _explain_on_one(before: Sequence[StepRecord], after: Sequence[StepRecord]) -
     return f"{text}. The inputs of the model are {'the same, and it computes something else' if is_same else 'others'}."
 
 
-def _list_inputs(record: StepRecord) -> Iterator[str]:
+def _have_other_states(old: Step, new: Step) -> bool:
+    """Return whether the states of generators differ; the conversion imports numpy, which not every script does."""
+    return any(old.random[name] != new.random[name] for name in old.random.keys() & new.random.keys())
+
+
+def _list_inputs(record: Step) -> Iterator[str]:
     for column in record.samples:
         if column.kind == "model":
             yield from column.rows
@@ -491,7 +494,7 @@ def compare_ranks(two: RunResult) -> Divergence:
             len(two.steps) + 1, f"the script ended after {_count_steps(len(two.steps))}: {two.error}."
         )
     for step in range(len(two.steps)):
-        if len({rank.steps[step].digest for rank in two.ranks}) > 1:
+        if len({rank.steps[step].weights for rank in two.ranks}) > 1:
             return Divergence(
                 step + 1,
                 "the weights of the two processes differ after it. Gradients are averaged only for models that are prepared, and for "
@@ -517,7 +520,7 @@ def find_difference_on_two(one: RunResult, two: RunResult, *, is_half: bool = Fa
     return part
 
 
-def _differs(old: StepRecord, ranks: Sequence[StepRecord], tolerance: float) -> bool:
+def _differs(old: Step, ranks: Sequence[Step], tolerance: float) -> bool:
     difference = ranks[0].difference
     if difference is None or _have_other_rates(old, ranks[0]):
         return True
@@ -530,7 +533,7 @@ def _differs(old: StepRecord, ranks: Sequence[StepRecord], tolerance: float) -> 
     )
 
 
-def _have_other_rates(old: StepRecord, new: StepRecord) -> bool:
+def _have_other_rates(old: Step, new: Step) -> bool:
     return len(old.rates) != len(new.rates) or any(map(_is_apart, old.rates, new.rates, repeat(1e-6)))
 
 
@@ -538,7 +541,7 @@ def _is_apart(first: float, second: float, tolerance: float) -> bool:
     return not abs(first - second) <= tolerance * max(abs(first), abs(second), 1e-6)
 
 
-def _average_loss(ranks: Sequence[StepRecord]) -> float | None:
+def _average_loss(ranks: Sequence[Step]) -> float | None:
     losses = [one.loss for one in ranks if one.loss is not None]
     return sum(losses) / len(losses) if losses else None
 
@@ -643,7 +646,7 @@ _Samples = dict[tuple[str, str], dict[str, Counter[str]]]
 """The samples of a step: of each source, those of each column."""
 
 
-def _collect(record: StepRecord) -> _Samples:
+def _collect(record: Step) -> _Samples:
     found: _Samples = {}
     for column in record.samples:
         columns = found.setdefault((column.kind, column.source), {})
@@ -735,7 +738,7 @@ def _start_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}"
 
 
-def _format_difference(record: StepRecord | None) -> str:
+def _format_difference(record: Step | None) -> str:
     return f"{record.difference.weights:.2g}" if record and record.difference else "-"
 
 
@@ -743,7 +746,7 @@ def _format(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.6f}"
 
 
-def _format_rates(record: StepRecord) -> str:
+def _format_rates(record: Step) -> str:
     return ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(record.rates))
 
 

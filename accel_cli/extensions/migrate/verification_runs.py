@@ -12,14 +12,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accel_cli.extensions.migrate.scratch_copy import copy_folder, link_siblings
-from accel_cli.extensions.migrate.step_records import RunConfig, RunEnd, StepRecord, read_records
+from accel_cli.extensions.migrate.step_records import RunConfig, RunEnd, Step, read_end, read_steps
 from accel_cli.planning.machine import check_has_files
 from accel_cli.planning.network import bind_free_port, find_loopback_address
 from accel_runtime.environment.settings import PREFIX
+from accel_runtime.observe.step_records.record import FILE
 
 __all__ = ["RankResult", "RunResult", "Trial", "VerifyOptions", "VerifyRun", "run_trial"]
 
@@ -94,7 +95,7 @@ class VerifyRun:
 class RankResult:
     """The records of a process."""
 
-    steps: tuple[StepRecord, ...]
+    steps: tuple[Step, ...]
     end: RunEnd | None
     last_line: str
     """The last line that the process wrote to stderr."""
@@ -109,7 +110,7 @@ class RunResult:
     """The reason why it did not reach its steps or the end of the script; empty if it did."""
 
     @property
-    def steps(self) -> tuple[StepRecord, ...]:
+    def steps(self) -> tuple[Step, ...]:
         """The steps of the first rank, as many as all ranks have made."""
         return self.ranks[0].steps[: min(len(rank.steps) for rank in self.ranks)]
 
@@ -135,7 +136,8 @@ def run_trial(trial: Trial, run: VerifyRun) -> RunResult:
     try:
         with _start_processes(trial, run, copy, results) as processes:
             is_late = _wait(processes, results, trial.options.timeout_s)
-        ranks = tuple(_read_rank(results, rank) for rank in range(run.world_size))
+        reference = trial.scratch / run.reference / "results" if run.reference else None
+        ranks = tuple(_read_rank(results, rank, reference) for rank in range(run.world_size))
         error = _find_error(ranks, processes)
         if is_late and not error:
             error = f"no step in {trial.options.timeout_s:g} s. Pass a longer time, as --timeout {2 * trial.options.timeout_s:g}"
@@ -160,7 +162,6 @@ def _start_processes(
                 world_size=run.world_size,
                 max_steps=trial.options.max_steps,
                 results=str(results),
-                reference=str(trial.scratch / run.reference / "results") if run.reference else "",
                 tree=str(copy.parent),
                 copy=str(copy),
                 original=str(trial.root),
@@ -220,7 +221,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], results: Path, timeout_s
     failed_at: float | None = None
     while any(process.poll() is None for process in processes):
         now = time.monotonic()
-        written = sum(path.stat().st_size for path in results.glob("*.jsonl"))
+        written = sum(path.stat().st_size for path in results.glob(f"*/{FILE}"))
         if written != size:
             size, deadline = written, now + timeout_s
         if failed_at is None and _has_failed(processes, results):
@@ -235,16 +236,15 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], results: Path, timeout_s
 
 def _has_failed(processes: Sequence[subprocess.Popen[bytes]], results: Path) -> bool:
     """Return whether a process has ended with an error, so that the others may wait for it."""
-    ends = [
-        read_records(results / f"{rank}.jsonl")[1]
-        for rank, process in enumerate(processes)
-        if process.poll() is not None
-    ]
+    ends = [read_end(results, rank) for rank, process in enumerate(processes) if process.poll() is not None]
     return any(end is None or end.error for end in ends)
 
 
-def _read_rank(results: Path, rank: int) -> RankResult:
-    steps, end = read_records(results / f"{rank}.jsonl")
+def _read_rank(results: Path, rank: int, reference: Path | None) -> RankResult:
+    steps, reason = read_steps(results, rank, reference if rank == 0 else None)
+    end = read_end(results, rank)
+    if reason and end is not None and not end.error:
+        end = replace(end, error=f"the record of its steps ends: {reason}")
     lines = (results / f"{rank}.err").read_text(encoding="utf-8", errors="replace").split("\n")
     written = [line.strip() for line in lines if line.strip()]
     return RankResult(steps, end, written[-1][:500] if written else "")

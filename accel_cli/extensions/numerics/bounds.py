@@ -21,9 +21,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from accel_runtime.extensions.numerics.record import StepRecord, Summary
+from accel_runtime.observe.step_records.record import StepRecord, Summary, compare_sketches
 
-__all__ = ["Bound", "build_bound", "compare_sketches", "measure_difference"]
+__all__ = ["Bound", "build_bound", "measure_difference"]
 
 LAMBDA = 4.0
 CONDITION = 256.0
@@ -113,11 +113,6 @@ def build_bound(
         step_size,
         step.norm,
     )
-
-
-def compare_sketches(first: Iterable[float], second: Iterable[float]) -> float:
-    """Return an estimate of the norm of the difference of two tensors."""
-    return math.sqrt(sum((a - b) ** 2 for a, b in zip(first, second, strict=True)))
 
 
 def measure_difference(first: Summary, second: Summary) -> float | None:

@@ -78,7 +78,7 @@ def diff(  # noqa: PLR0913 - the signature declares the options
     The exit code is 1 if they differ by more than the order of sums explains, and 2 if they cannot be compared or a script fails.
     """
     from accel_cli.extensions.numerics.comparison import compare
-    from accel_runtime.extensions.numerics.record import Selection
+    from accel_runtime.observe.step_records.record import Selection
 
     # Before the scripts run, which may take long.
     try:

@@ -15,10 +15,10 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal
 
-from accel_cli.extensions.numerics.bounds import Bound, build_bound, compare_sketches, measure_difference
+from accel_cli.extensions.numerics.bounds import Bound, build_bound, measure_difference
 from accel_cli.extensions.numerics.tensors import TensorFile, compare_values
 from accel_runtime.environment.settings import variable_name
-from accel_runtime.extensions.numerics.record import (
+from accel_runtime.observe.step_records.record import (
     TENSORS_FILE,
     Batch,
     Entry,
@@ -26,6 +26,7 @@ from accel_runtime.extensions.numerics.record import (
     RankRecord,
     StepRecord,
     Summary,
+    compare_sketches,
 )
 
 __all__ = [
@@ -76,7 +77,18 @@ _ARITHMETIC = frozenset(_COMPUTED)
 """Stages of numbers that also depend on how they are computed."""
 _DRAWN = frozenset({"inputs", "modules", "loss", "buffers"})
 """Stages of a forward pass whose numbers may depend on random numbers."""
-_OF_PASSES = ("batch", "random", "inputs", "mode", "modules", "loss", "buffers", "left", "gradients")
+_OF_PASSES = (
+    "batch",
+    "random",
+    "inputs",
+    "mode",
+    "modules",
+    "loss",
+    "buffers",
+    "left",
+    "gradients",
+    "after_backward",
+)
 _UPDATES = ("options", "rates", "state", "parameters")
 _ORDERED = frozenset({"modules", "gradients"})
 """Stages whose tensors were computed in the order in which they are recorded; of others, the largest difference is named first."""
@@ -101,6 +113,8 @@ _MODEL, _WRAPPER, _ORDER, _CLASS, _PARAMETERS = (
     "the optimizer's class",
     "the parameters of the optimizer",
 )
+_IMPLEMENTATIONS = (", foreach", ", fused", ", capturable", ", differentiable")
+"""Options of optimizers by which the same numbers are computed in another way: settings."""
 _ARGUMENTS = re.compile(r"^\s*(?:\((?P<name>[^)]*)\): )?(?P<text>\w+\(.*\))$")
 _ANY_SIZE = 2.0
 """No norm of a difference is larger, relative to the larger of two norms."""
@@ -321,6 +335,10 @@ def _compare_settings(first: Run, second: Run) -> Iterator[SettingDifference]:
         values = one.head.settings.get(name, "not set"), other.head.settings.get(name, "not set")
         if values[0] != values[1]:
             yield SettingDifference(name, *values)
+    options = [next(iter(each.steps.values())).options for each in (one, other)]
+    for name in sorted(options[0].keys() & options[1].keys()):
+        if name.endswith(_IMPLEMENTATIONS) and options[0][name] != options[1][name]:
+            yield SettingDifference(f"optimizer: {name}", str(options[0][name]), str(options[1][name]))
     yield from _compare_models(one, other)
     for optimizer, match in zip(one.optimizers, other.optimizers, strict=False):
         if optimizer.name != match.name:
@@ -451,17 +469,27 @@ class _Walk:
         for pair in pairs:
             yield from self._compare_starts(pair, pair.rank)
         counts = {len(record.passes) for pair in pairs for record in (pair.first, pair.second)}
+        # A script that leaves out its step clips after the passes that both runs have, and goes on with more of them.
+        clips = {record.clipped_after for pair in pairs for record in (pair.first, pair.second)}
+        clipped = clips.pop() if len(clips) == 1 else max(counts)
         for number in range(max(counts)):
+            if number == clipped:
+                yield from self._compare_clipping(pairs)
             for difference in self._compare_passes(number, pairs):
                 yield difference if counts == {1} else replace(difference, micro_batch=number + 1)
-        for stage in ("after_backward", "before_clipping", "clipping", "read"):
-            for pair in pairs:
-                yield from (
-                    pair.compare_clipping() if stage == "clipping" else pair.compare(stage, bound.computed)
-                )
+        if clipped >= max(counts):
+            yield from self._compare_clipping(pairs)
+        for pair in pairs:
+            yield from pair.compare("read", bound.computed)
         updates = [list(pair.compare_updates()) for pair in pairs]
         for stage in _UPDATES:
             yield from (one for of_rank in updates for one in of_rank if one.stage == stage)
+
+    def _compare_clipping(self, pairs: Sequence[_Pair]) -> Iterator[Difference]:
+        for pair in pairs:
+            yield from pair.compare("before_clipping", pair.bound.computed)
+        for pair in pairs:
+            yield from pair.compare_clipping()
 
     def _find_tensors(self, step: int, rank: int, other: int) -> tuple[TensorFile, TensorFile] | None:
         records = self._first.ranks[rank], self._second.ranks[other]
@@ -713,7 +741,7 @@ class _Pair:
         one, other = self.first, self.second
         for name in [*one.options, *(name for name in other.options if name not in one.options)]:
             values = one.options.get(name, "not set"), other.options.get(name, "not set")
-            if values[0] != values[1]:
+            if values[0] != values[1] and not name.endswith(_IMPLEMENTATIONS):
                 yield self.differ("options", name, f"{values[0]} and {values[1]}")
         if one.rates != other.rates:
             rates = [", ".join(f"{rate:.9g}" for rate in each.rates) for each in (one, other)]
@@ -781,7 +809,13 @@ def _count_samples(run: Run, step: int) -> dict[str, Counter[str]]:
 
 
 def _compare_samples(first: Mapping[str, Counter[str]], second: Mapping[str, Counter[str]]) -> str:
+    # Ranks divide a list of samples, or each tensor of a list: one of both is a partition.
+    divided = {
+        name[:-2] for name, counts in first.items() if name.endswith("[]") and counts == second.get(name)
+    }
     for name, counts in first.items():
+        if name.endswith(("[]", "()")) or name.rpartition(".")[0] in divided:
+            continue
         if name in second and counts != second[name]:
             totals = counts.total(), second[name].total()
             if totals[0] != totals[1]:
@@ -816,7 +850,7 @@ def _average_gradients(run: Run, step: int, stage: str) -> dict[str, tuple[Summa
         return {}  # the record does not have the weights with which the script averages
     for record in (rank.steps[step] for rank in run.ranks.values()):
         # Gradients accumulate: those of the last pass are of all.
-        entries = record.after_backward if stage == "after_backward" else record.passes[-1].gradients
+        entries = getattr(record.passes[-1], stage) if record.passes else None
         if entries is None:
             return {}
         for name, digest in entries:
@@ -893,7 +927,7 @@ def _list_notes(found: Comparison) -> Iterator[str]:
 def _list_gaps(run: Run, steps: Iterable[int]) -> Iterator[str]:
     """Yield what the record of a run does not have."""
     if missing := run.world_size - len(run.ranks):
-        yield f"{run.name}: the records of {missing} of {run.world_size} ranks are not on this machine"
+        yield f"{run.name}: the records of {missing} of {run.world_size} ranks are not on this machine, or have no step"
     if run.remark:
         yield f"{run.name}: {run.remark}"
     for rank, one in run.ranks.items():

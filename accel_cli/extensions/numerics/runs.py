@@ -14,7 +14,7 @@ from accel_cli import console
 from accel_cli.errors import UsageError
 from accel_cli.extensions.numerics.comparison import Run
 from accel_cli.runs import run_dir
-from accel_runtime.extensions.numerics.record import FILE, RankRecord, read_record
+from accel_runtime.observe.step_records.record import FILE, RankRecord, read_record
 
 __all__ = ["Variant", "check_script", "is_script", "list_variants", "read_run", "record_script"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -11,7 +12,6 @@ import pytest
 import torch
 from support.processes.commands import call_accel, run_accel
 from support.processes.waits import limit, wait_until
-from torch import nn
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.migrate import scratch_copy
@@ -23,10 +23,11 @@ from accel_cli.extensions.migrate.step_records import (
     Difference,
     RunConfig,
     RunEnd,
-    StepRecord,
-    encode_record,
-    list_columns,
-    read_records,
+    Step,
+    compare_steps,
+    read_end,
+    read_steps,
+    write_end,
 )
 from accel_cli.extensions.migrate.verification import (
     ConvertedScript,
@@ -41,6 +42,17 @@ from accel_cli.extensions.migrate.verification import (
 )
 from accel_cli.extensions.migrate.verification import verify as run_comparison
 from accel_cli.extensions.migrate.verification_runs import RankResult, RunResult, VerifyOptions, VerifyRun
+from accel_runtime.observe.step_records.digests import digest_tensor, summarize
+from accel_runtime.observe.step_records.record import (
+    FILE,
+    VERSION,
+    Batch,
+    ForwardPass,
+    RankRecord,
+    RunHead,
+    StepRecord,
+    encode,
+)
 
 TRAIN = """\
 import torch
@@ -379,7 +391,6 @@ def probe(tmp_path):
         world_size=1,
         max_steps=1,
         results=str(tmp_path / "run" / "results"),
-        reference="",
         tree=str(copy.parent),
         copy=str(copy),
         original=str(tmp_path / "original"),
@@ -424,27 +435,22 @@ def read(first, last, name="index"):
 
 def record(step, *samples, **fields):
     """Return a step whose loss is its number."""
-    base = StepRecord(
-        step=step,
+    base = Step(
         loss=float(step),
-        digest=f"weights {step}",
-        weights_norm=1.0,
-        gradients=f"gradients {step}",
+        weights=(f"weights {step}",),
         gradients_norm=1.0,
-        random="generators",
+        random={"torch": "a state"},
         rates=(0.1,),
         samples=samples,
         is_drawn=False,
-        is_drawn_by_data=False,
-        workers=0,
         difference=Difference(0.0, 0.0, 0.0),
     )
     return replace(base, **fields)
 
 
-def run(*steps, layers=(), error="", ranks=1):
+def run(*steps, error="", ranks=1, **end):
     """Return the result of a run whose ranks have recorded the same steps."""
-    return RunResult((RankResult(steps, RunEnd(len(steps), error, layers), ""),) * ranks, error)
+    return RunResult((RankResult(steps, RunEnd(len(steps), error, **end), ""),) * ranks, error)
 
 
 def run_ranks(*ranks):
@@ -464,7 +470,7 @@ def test_equal_runs_have_no_step_that_differs():
 
 def test_steps_are_equal_only_with_equal_losses_and_weights():
     before = run(record(1), record(2))
-    for changed in ({"loss": 2.0000001}, {"digest": "other"}, {"loss": None}):
+    for changed in ({"loss": 2.0000001}, {"weights": ("other",)}, {"loss": None}):
         part = find_first_difference(before, run(record(1), record(2, **changed)))
         assert part.step == 2, changed
     nan = run(record(1, loss=float("nan")))
@@ -530,14 +536,14 @@ def test_equal_indices_of_datasets_of_each_process_are_other_samples():
 
 
 def test_a_process_that_takes_its_part_of_a_batch_by_itself_divides_it():
-    inputs = [Column("model", "0", ".0", rows) for rows in (("a", "b"), ("a",), ("b",))]
+    inputs = [Column("model", "", ".0", rows) for rows in (("a", "b"), ("a",), ("b",))]
     one = run(record(1, read(0, 2), inputs[0]))
     two = run_ranks([record(1, read(0, 2), inputs[1])], [record(1, read(0, 2), inputs[2])])
     assert compare_samples(one, two).is_divided
 
 
 def test_inputs_that_are_computed_alike_are_the_same_samples_only_with_equal_losses():
-    mask = Column("model", "0", ".mask", ("a",))
+    mask = Column("model", "", ".mask", ("a",))
     one = run(record(1, mask))
     assert compare_samples(one, run(record(1, mask), ranks=2)).is_repeated
     other = run_ranks([record(1, mask)], [record(1, mask, loss=2.0)])
@@ -577,28 +583,28 @@ def test_batches_that_cannot_be_halved_are_those_of_two_steps():
 
 
 CAUSES = {
-    "BatchNorm": ({NORMS}, {}, ("BatchNorm2d",), "BatchNorm2d layers normalize the half"),
-    "dropout": ({DRAWS}, {"is_drawn": True}, ("Dropout",), r"drawn in the step \(Dropout\)"),
-    "data": ({DATA_DRAWS}, {"is_drawn_by_data": True}, (), "The data set draws random numbers"),
-    "workers": ({DATA_DRAWS}, {"workers": 2}, (), "The data set draws random numbers"),
-    "sum": ({SUM}, {"gradients_norm": 2.0}, (), "The loss is half as large on two processes"),
+    "BatchNorm": ({NORMS}, {}, {"layers": ("BatchNorm2d",)}, "BatchNorm2d layers normalize the half"),
+    "dropout": ({DRAWS}, {"is_drawn": True}, {"layers": ("Dropout",)}, r"drawn in the step \(Dropout\)"),
+    "data": ({DATA_DRAWS}, {}, {"is_drawn_by_data": True}, "The data set draws random numbers"),
+    "workers": ({DATA_DRAWS}, {}, {"workers": 2}, "The data set draws random numbers"),
+    "sum": ({SUM}, {"gradients_norm": 2.0}, {}, "The loss is half as large on two processes"),
     "both": (
         {NORMS, SUM},
         {"gradients_norm": 2.0},
-        ("BatchNorm2d",),
+        {"layers": ("BatchNorm2d",)},
         "The loss is half as large on two processes",
     ),
-    "padding": ({PADDING}, {"samples": (read(0, 3),)}, (), "even_batches=False"),
+    "padding": ({PADDING}, {"samples": (read(0, 3),)}, {}, "even_batches=False"),
 }
 
 
 @pytest.mark.parametrize("name", CAUSES)
 def test_a_cause_is_named_if_the_difference_is_gone_without_it_and_only_then(name):
-    changes, step, layers, text = CAUSES[name]
+    changes, step, end, text = CAUSES[name]
     samples = step.get("samples", (read(0, 4),))
-    one = run(record(1, **{**step, "samples": samples}), layers=layers)
+    one = run(record(1, **{**step, "samples": samples}), **end)
     two = run_ranks(
-        [record(1, read(0, 2), difference=FAR, digest="two")], [record(1, read(2, 4), digest="two")]
+        [record(1, read(0, 2), difference=FAR, weights=("two",))], [record(1, read(2, 4), weights=("two",))]
     )
     if name == "padding":
         two = run_ranks(
@@ -620,7 +626,7 @@ def test_the_schedule_explains_different_learning_rates():
 
 
 def test_what_may_be_a_cause_is_not_named_if_the_difference_is_gone_with_it_too():
-    one = run(record(1, read(0, 4), workers=2, is_drawn=True), layers=("BatchNorm2d",))
+    one = run(record(1, read(0, 4), is_drawn=True), layers=("BatchNorm2d",), workers=2)
     two = run_ranks(*([record(1, samples, difference=FAR)] for samples in (read(0, 2), read(2, 4))))
     result, _ = compare(one, two, {DRAWS})
     assert (
@@ -638,7 +644,7 @@ def test_a_difference_without_a_known_cause_is_named_as_such():
 def test_ranks_whose_weights_differ_are_not_equal():
     first, second = (
         RankResult((record(1),), RunEnd(1), ""),
-        RankResult((record(1, digest="other"),), RunEnd(1), ""),
+        RankResult((record(1, weights=("other",)),), RunEnd(1), ""),
     )
     part = find_difference_on_two(run(record(1)), RunResult((first, second)))
     assert (part.step, "the weights of the two processes differ" in part.reason) == (1, True)
@@ -650,26 +656,81 @@ def test_half_precision_has_a_larger_tolerance():
     assert not find_difference_on_two(one, two, is_half=True).step
 
 
+# The records
+
+
+def encode_step(step, weights, gradients, loss=0.5, start=None):
+    """Return the record of a step of an optimizer, from its tensors."""
+    tensors = {"weights": weights, "gradients": gradients, "start": weights if start is None else start}
+    digests = {name: digest_tensor(one) for name, one in tensors.items()}
+    values = {digests[name]: summarize(one) for name, one in tensors.items()}
+    batch = Batch("train.py:9", "index", ("0", "1"))
+    inputs = (Batch("model", ".0", ("a", "b")), Batch("model", ".scale()", ("c",)))
+    return StepRecord(
+        step=step,
+        optimizer=0,
+        before=(("w", digests["start"]),),
+        passes=(
+            ForwardPass(batches=(batch,), inputs=inputs, losses=(("a digest", loss),), drawn=("torch",)),
+        ),
+        before_clipping=None,
+        clipped_after=0,
+        clipping="",
+        read=(("w", digests["gradients"]),),
+        norm=float(gradients.norm()),
+        options={},
+        rates=(0.1,),
+        state=(),
+        parameters=(("w", digests["weights"]),),
+        random={"torch": "a state"},
+        values=values,
+    )
+
+
+def write_record(folder, *steps):
+    """Write the record of rank 0; return the folder of the results."""
+    (folder / "0").mkdir(parents=True)
+    head = encode("run", RunHead(VERSION, 0, 1, "host", {"every": 1}, {}))
+    (folder / "0" / FILE).write_text(head + "".join(encode("step", one) for one in steps))
+    return folder
+
+
+def test_the_steps_of_a_run_are_those_of_its_record_and_differ_from_another_one_by_the_norms(tmp_path):
+    start, weights, gradients = torch.zeros(2000), torch.randn(2000), torch.randn(2000)
+    first = write_record(tmp_path / "first", encode_step(1, weights, gradients, start=start))
+    other = encode_step(1, weights * 1.01, gradients + 1e-4 * torch.randn(2000), start=start)
+    (step,), reason = read_steps(write_record(tmp_path / "second", other), 0, first)
+    assert (step.loss, step.rates, step.is_drawn, reason) == (0.5, (0.1,), True, "")
+    assert [(one.kind, one.source, one.name) for one in step.samples] == [
+        ("loader", "train.py:9", "index"),
+        ("model", "", ".0"),
+    ]
+    # Sketches estimate a norm.
+    assert 0.005 < step.difference.weights < 0.02
+    assert 0.005 < step.difference.update < 0.02
+    assert 3e-5 < step.difference.gradients < 3e-4
+    (same,), _ = read_steps(first, 0, first)
+    assert same.difference == Difference(0.0, 0.0, 0.0)
+
+
+def test_steps_of_other_parameters_have_no_difference_and_lost_numbers_an_infinite_one(tmp_path):
+    one = encode_step(1, torch.ones(4), torch.ones(4))
+    for other, expected in (
+        (encode_step(1, torch.ones(5), torch.ones(4)), None),
+        (encode_step(1, torch.tensor([1.0, 1, 1, float("nan")]), torch.ones(4)), math.inf),
+    ):
+        reference = RankRecord(RunHead(VERSION, 0, 1, "host", {}, {}), (), (), {1: other})
+        found = compare_steps(one, 1, reference)
+        assert (found and found.weights) == expected
+        assert compare_steps(one, 2, reference) is None
+
+
 def test_records_of_a_process_that_was_ended_within_a_line_are_read(tmp_path):
-    path = tmp_path / "0.jsonl"
-    path.write_text(encode_record(record(1)) + encode_record(record(2))[:20])
-    assert read_records(path) == ((record(1),), None)
-    samples = record(1, read(0, 2))
-    path.write_text('{"kind": "run", "version": 1, "rank": 0, "world_size": 1}\n' + encode_record(samples))
-    assert read_records(path) == ((samples,), None)
-    path.write_text(encode_record(record(1, difference=None)) + encode_record(RunEnd(1, layers=("Dropout",))))
-    assert read_records(path) == ((record(1, difference=None),), RunEnd(1, layers=("Dropout",)))
-
-
-def test_samples_are_rows_of_tensors_texts_and_tensors_of_a_list():
-    rows = torch.arange(6.0).view(3, 2)
-    batch = {"x": rows, "names": ["a", "b", "a"], "images": [rows[0], rows[1]], "size": 3, "empty": rows[:0]}
-    columns = list_columns(batch)
-    assert set(columns) == {".x", ".names", ".images[]", ".images.0", ".images.1"}
-    assert len(set(columns[".x"])) == 3
-    assert columns[".names"][0] == columns[".names"][2] != columns[".names"][1]
-    assert len(set(columns[".images[]"])) == 2
-    assert list_columns((rows[1:],))[".0"] == columns[".x"][1:]
-    assert list_columns([rows.numpy()])[".0"] == columns[".x"]
-    assert not list_columns([rows.clone().requires_grad_() * 2, nn.Parameter(rows)])
-    assert list_columns([rows.to(torch.bfloat16), rows.to(torch.complex64)]).keys() == {".0", ".1", "[]"}
+    results = write_record(tmp_path, encode_step(1, torch.ones(4), torch.ones(4)))
+    with (results / "0" / FILE).open("a") as file:
+        file.write('{"kind": "ste')
+    assert (len(read_steps(results, 0, None)[0]), read_end(results, 0)) == (1, None)
+    assert read_steps(results, 1, None) == ((), "")
+    end = RunEnd(1, layers=("Dropout",), workers=2)
+    write_end(results / "0", end)
+    assert read_end(results, 0) == end

@@ -88,7 +88,7 @@ def test_tensors_of_chosen_steps_are_kept(cwd, train):
     folder = run_accel("runs", "--json", cwd=cwd)
     assert folder.returncode == 0, folder.stderr
     (file,) = Path(json.loads(folder.stdout)[0]["path"]).rglob("*.safetensors")
-    assert file.name == "numerics-2.safetensors"
+    assert file.name == "step-2.safetensors"
     names = load_file(file)
     assert {"before/0.weight", "gradients.0/0.weight", "read/0.weight", "parameters/0.weight"} <= set(names)
     assert torch.equal(names["parameters/0.weight"], names["before/0.weight"] - 0.1 * names["read/0.weight"])

@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from accel_cli.extensions.numerics.bounds import measure_difference
-from accel_runtime.extensions.numerics.digests import digest_tensor, list_batches, summarize
-from accel_runtime.extensions.numerics.record import VERSION, RunHead, Selection, Summary, encode, read_record
+from accel_runtime.observe.step_records.digests import digest_tensor, list_batches, read_tensors, summarize
+from accel_runtime.observe.step_records.record import (
+    VERSION,
+    RunHead,
+    Selection,
+    Summary,
+    encode,
+    read_record,
+)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 1000, (1 << 16) - 1, (1 << 16) + 5, 64 * (1 << 16) + 3])
@@ -65,10 +72,42 @@ def test_a_digest_differs_for_one_bit():
 def test_batches_have_a_hash_for_each_sample():
     batch = {"x": torch.eye(3), "text": ["a", "b", "c"], "more": (torch.ones(3),)}
     found = {one.name: one.rows for one in list_batches("train.py:1", batch, ("4", "5", "6"))}
-    assert list(found) == ["index", ".x", ".text", ".more.0"]
-    assert {len(rows) for rows in found.values()} == {3}
+    assert list(found) == ["index", ".x", ".text", ".more.0", ".more[]"]
+    assert {len(rows) for name, rows in found.items() if name != ".more[]"} == {3}
     assert len(set(found[".x"])) == 3
     assert len(set(found[".more.0"])) == 1
+
+
+def test_samples_are_rows_of_tensors_texts_and_tensors_of_a_list():
+    rows = torch.arange(6.0).view(3, 2)
+    batch = {
+        "x": rows,
+        "images": [rows[0], rows[1]],
+        "size": 3,
+        "scale": torch.tensor(2.0),
+        "empty": rows[:0],
+    }
+    columns = {one.name: one.rows for one in list_batches("train.py:1", batch)}
+    assert set(columns) == {".x", ".images[]", ".images.0", ".images.1", ".scale()"}
+    assert len(set(columns[".images[]"])) == 2
+    assert [one.rows for one in list_batches("", (rows[1:],)) if one.name == ".0"] == [columns[".x"][1:]]
+    assert [one.rows for one in list_batches("", [rows.numpy()]) if one.name == ".0"] == [columns[".x"]]
+    assert not list_batches("", [rows.clone().requires_grad_() * 2, torch.nn.Parameter(rows)])
+
+
+def test_tensors_that_are_read_together_have_the_summaries_of_each():
+    tensors = [
+        torch.randn(70000),
+        torch.tensor([1.0, math.nan, 0.0]),
+        torch.zeros(0),
+        torch.tensor([2]),
+        torch.randn(5, 7, dtype=torch.bfloat16),
+        torch.tensor(1e300, dtype=torch.float64),
+        torch.randn(3, 4).t(),
+    ]
+    found = read_tensors(tensors, lambda _: None)
+    assert found == [(digest_tensor(one), summarize(one)) for one in tensors]
+    assert read_tensors([torch.ones(2), torch.ones(2).to_mkldnn()], lambda _: None)[0] is not None
 
 
 def test_a_selection_has_its_steps():
@@ -79,14 +118,16 @@ def test_a_selection_has_its_steps():
     assert Selection.parse("all") == Selection()
 
 
-@pytest.mark.parametrize("text", ["some", "every:0", "every:", "steps:a-b", "steps:1-", "modules:2", ""])
+@pytest.mark.parametrize(
+    "text", ["some", "every:0", "every:", "steps:a-b", "steps:1-", "steps:5-2", "steps:0-3", "modules:2", ""]
+)
 def test_an_invalid_selection_is_refused(text):
     with pytest.raises(ValueError, match="expected all, every:N or steps:A-B"):
         Selection.parse(text)
 
 
 def test_a_record_that_is_cut_has_its_whole_lines_and_no_end(tmp_path):
-    path = tmp_path / "numerics.jsonl"
+    path = tmp_path / "steps.jsonl"
     path.write_text(f'{HEAD}{{"kind":"end","reason":""}}\n{{"kind":"st')
     assert read_record(path).end == ""
     path.write_text(f'{HEAD}{{"kind":"en')
@@ -105,7 +146,7 @@ def test_a_record_that_is_cut_has_its_whole_lines_and_no_end(tmp_path):
     ],
 )
 def test_a_record_that_is_damaged_or_of_another_version_is_refused(tmp_path, text, message):
-    path = tmp_path / "numerics.jsonl"
+    path = tmp_path / "steps.jsonl"
     path.write_text(HEAD + text)
     with pytest.raises(ValueError, match=message):
         read_record(path)

@@ -8,7 +8,7 @@ from support.runs.numerics_runs import INTERPRETER, record_runs
 
 from accel_cli.extensions.numerics.comparison import SettingDifference, compare
 
-SCRIPT = Path(__file__).with_name("planted.py")
+SCRIPT, TOKENS = (Path(__file__).with_name(name) for name in ("planted.py", "planted_tokens.py"))
 MANUAL = {"EXCHANGE": "manual"}
 SIZES = {"EXCHANGE": "manual", "NORM": "layer"}
 
@@ -105,6 +105,73 @@ def test_a_planted_cause_is_named_first(tmp_path, cause):
     found = compare_cause(tmp_path, cause, variables=MANUAL if cause in OF_MANUAL_EXCHANGE else {})
     assert found.verdict == ("rounding" if cause in ROUNDING else "different")
     check(found, CAUSES[cause])
+
+
+OF_TOKENS = {
+    "padding_idx": (1, "before", "embed.weight"),
+    "untied weights": (1, "before", "head.weight"),
+    "masked tokens": (2, "batch", ".0"),
+    "seed of workers": (1, "batch", ".2"),
+    "fewer micro-batches": (3, "batch", ""),
+    "skipped step": (5, "batch", ""),
+    "evaluation mode left on": (4, "mode", ""),
+    "epsilon of a norm": (None, "settings", "the model"),
+    "dropout while it trains": (3, "modules", "drop"),
+    "label smoothing": (1, "modules", "CrossEntropyLoss"),
+    "ignored index": (1, "modules", "CrossEntropyLoss"),
+    "shifted targets": (2, "modules", "CrossEntropyLoss"),
+    "divisor of micro-batches": (1, "loss", ""),
+    "frozen parameter": (1, "gradients", "norm.bias"),
+    "lost gradient": (5, "before_clipping", "norm.weight"),
+    "NaN": (4, "before_clipping", "norm.bias"),
+    "gradient after clipping": (6, "read", "embed.weight"),
+    "betas": (1, "options", "group 0, betas"),
+    "scheduler twice": (3, "rates", ""),
+    "state of the optimizer": (4, "state", "norm.weight.exp_avg"),
+    "weights in bf16": (5, "before", "mix.weight_hh_l0"),
+}
+"""The same for the model of `planted_tokens.py`."""
+WITHOUT_EFFECT = ("recomputed activations", "zeroed gradients", "loops for tensors")
+WORKERS = {"WORKERS": "2"}
+
+
+@pytest.fixture(scope="module")
+def compare_tokens(tmp_path_factory):
+    """Return a function that compares a run with a cause with the one without it, which is recorded once."""
+    (plain,) = record_runs(tmp_path_factory.mktemp("plain"), (TOKENS, 1, {}))
+
+    def compare_tokens(folder, cause):
+        variables = WORKERS if "workers" in cause else {}
+        runs = record_runs(
+            folder,
+            (TOKENS, 1, {**variables, "CAUSE": cause}),
+            *([(TOKENS, 1, variables)] if variables else []),
+        )
+        return compare(*runs[::-1]) if variables else compare(plain, runs[0])
+
+    return compare_tokens
+
+
+@pytest.mark.parametrize(
+    "cause", ["NaN", "divisor of micro-batches", "fewer micro-batches", "recomputed activations"]
+)
+def test_a_cause_between_micro_batches_is_named_first(tmp_path, compare_tokens, cause):
+    found = compare_tokens(tmp_path, cause)
+    if cause in WITHOUT_EFFECT:
+        assert (found.verdict, found.cause) == ("equal", None)
+    else:
+        check(found, OF_TOKENS[cause])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", [*OF_TOKENS, *WITHOUT_EFFECT])
+def test_each_cause_in_a_language_model_is_named_first(tmp_path, compare_tokens, cause):
+    found = compare_tokens(tmp_path, cause)
+    if cause in WITHOUT_EFFECT:
+        assert (found.verdict, found.cause) == ("equal", None)
+    else:
+        check(found, OF_TOKENS[cause])
+        assert isinstance(found.cause, SettingDifference) or found.cause is found.effect
 
 
 def test_one_flipped_bit_names_the_rank_that_has_it(tmp_path):

@@ -10,7 +10,7 @@ from support.runs.numerics_runs import INTERPRETER, record_runs
 
 from accel_cli.extensions.numerics.comparison import Run, compare
 from accel_cli.extensions.numerics.tensors import TensorFile, compare_values
-from accel_runtime.extensions.numerics.digests import digest_tensor
+from accel_runtime.observe.step_records.digests import digest_tensor
 
 
 @pytest.fixture(scope="module", autouse=True)

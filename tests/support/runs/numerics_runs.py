@@ -17,7 +17,7 @@ from support.processes.interpreter import Interpreter
 from support.processes.waits import limit
 
 from accel_cli.extensions.numerics.comparison import Run
-from accel_runtime.extensions.numerics.record import FILE, read_record
+from accel_runtime.observe.step_records.record import FILE, read_record
 
 INTERPRETER = Interpreter(
     "torch",

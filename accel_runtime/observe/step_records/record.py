@@ -1,8 +1,8 @@
 """The record of a rank: the format of its file, its reader, and the choice of the steps that it has. Standard library only.
 
-`numerics.jsonl` in the folder of a rank has one JSON object a line, in the order in which they were written:
+`steps.jsonl` in the folder of a rank has one JSON object a line, in the order in which they were written:
 
-- `{"kind": "run", "version": 2, ...}`: `RunHead`, once;
+- `{"kind": "run", "version": 3, ...}`: `RunHead`, once;
 - `{"kind": "model", ...}`: `ModelHead`, before the first step that has its parameters;
 - `{"kind": "optimizer", ...}`: `OptimizerHead`, before its first step;
 - `{"kind": "step", ...}`: `StepRecord`, for each chosen step of an optimizer of torch;
@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ __all__ = [
     "Selection",
     "StepRecord",
     "Summary",
+    "compare_sketches",
     "encode",
     "read_record",
 ]
 
-VERSION = 2
-FILE = "numerics.jsonl"
-TENSORS_FILE = "numerics-{}.safetensors"
+VERSION = 3
+FILE = "steps.jsonl"
+TENSORS_FILE = "step-{}.safetensors"
 """The file with the tensors of a step, in the folder of the rank; the key of a tensor is its stage and name, as `read/0.weight`."""
 SKETCH_SIZE = 16
 """Sums of a sketch: an estimate of a norm from 16 of them is below a tenth of it once in ten million tensors."""
@@ -78,15 +80,16 @@ class Selection:
         for part in text.split(","):
             word, _, value = part.strip().partition(":")
             first, dash, last = value.partition("-")
+            last = last if dash else first
             if word in {"modules", "tensors"} and not value:
                 values[word] = True
             elif word == "every" and value.isdecimal() and int(value):
                 values["every"] = int(value)
-            elif word == "steps" and first.isdecimal() and (last if dash else first).isdecimal():
-                values |= {"first": int(first), "last": int(last if dash else first)}
+            elif word == "steps" and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last):
+                values |= {"first": int(first), "last": int(last)}
             elif part.strip() != "all":
                 raise ValueError(
-                    f"Invalid record_numerics {text!r}: expected all, every:N or steps:A-B, and modules or tensors, separated by "
+                    f"Invalid steps to record {text!r}: expected all, every:N or steps:A-B, and modules or tensors, separated by "
                     "commas. An example is steps:1-20,modules."
                 )
         return cls(**values)
@@ -142,6 +145,11 @@ class Summary:
         return cls(dtype, tuple(shape), norm, largest, zeros, non_finite, sketch)
 
 
+def compare_sketches(first: Iterable[float], second: Iterable[float]) -> float:
+    """Return an estimate of the norm of the difference of two tensors."""
+    return math.sqrt(sum((a - b) ** 2 for a, b in zip(first, second, strict=True)))
+
+
 @dataclass(frozen=True)
 class Batch:
     """One identity of each sample that a rank used for a pass."""
@@ -149,7 +157,10 @@ class Batch:
     source: str
     """The line of the script that iterates over the loader, as `train.py:12`; `model` for inputs of a module."""
     name: str
-    """`index` for indices in the dataset; otherwise the position of a tensor or list, such as `.1` or `.input_ids`."""
+    """`index` for indices in the dataset; otherwise the position of a tensor or list, such as `.1` or `.input_ids`.
+
+    It ends with `[]` for a list of tensors, each of which is a sample, and with `()` for a tensor that has no samples, such as a number.
+    """
     rows: tuple[str, ...]
     """Indices, or hashes of the values of each sample."""
 
@@ -182,6 +193,8 @@ class ForwardPass:
     """Gradients before the first backward pass of a step that are not zero."""
     gradients: tuple[Entry, ...] | None = None
     """Gradients as this rank accumulates them, before any exchange, in the order of the backward pass; None if they were not recorded."""
+    after_backward: tuple[Entry, ...] | None = None
+    """Gradients after the backward pass, of all micro-batches up to this one; None without one."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +207,10 @@ class StepRecord:
     before: tuple[Entry, ...] | None
     """Parameters and buffers before the first forward pass; None without one."""
     passes: tuple[ForwardPass, ...]
-    after_backward: tuple[Entry, ...] | None
-    """Gradients at the end of the last backward pass, of all micro-batches; None without one."""
     before_clipping: tuple[Entry, ...] | None
-    """Gradients when a function of torch begins to clip them; None without a call."""
+    """Gradients when a function of torch begins to clip them, in the first call; None without a call."""
+    clipped_after: int
+    """The number of passes before that call: more may follow if the script then leaves out its step."""
     clipping: str
     """`norm` or `value`, and the limit of the first call."""
     read: tuple[Entry, ...]
@@ -276,10 +289,11 @@ class RankRecord:
 
 def encode(kind: str, value: Any) -> str:
     """Return a line of the file."""
-    data = {"kind": kind, **(value if isinstance(value, dict) else asdict(value))}
+    data = {"kind": kind, **(value if isinstance(value, dict) else vars(value))}
     if isinstance(value, StepRecord):
         data["values"] = {digest: summary.pack() for digest, summary in value.values.items()}
-    return f"{json.dumps(data, separators=(',', ':'))}\n"
+    # Without `asdict`, whose copies take longer than the rest.
+    return f"{json.dumps(data, separators=(',', ':'), default=vars)}\n"
 
 
 def read_record(path: Path) -> RankRecord | None:
@@ -331,7 +345,7 @@ def read_record(path: Path) -> RankRecord | None:
 def _parse_step(value: dict[str, Any]) -> StepRecord:
     lists = {
         name: _parse_entries(value[name])
-        for name in ("before", "after_backward", "before_clipping", "read", "state", "parameters")
+        for name in ("before", "before_clipping", "read", "state", "parameters")
     }
     return StepRecord(
         **{
@@ -351,7 +365,8 @@ def _parse_pass(value: dict[str, Any]) -> ForwardPass:
         for name in ("batches", "inputs")
     }
     entries = {
-        name: _parse_entries(value[name]) for name in ("modules", "losses", "buffers", "left", "gradients")
+        name: _parse_entries(value[name])
+        for name in ("modules", "losses", "buffers", "left", "gradients", "after_backward")
     }
     drawn = {name: tuple(value[name]) for name in ("drawn", "drawn_by_data")}
     return ForwardPass(**{**value, **batches, **entries, **drawn})

@@ -1,0 +1,1 @@
+"""Records of the steps of a training: their format, and the recorder of a rank that writes them."""
