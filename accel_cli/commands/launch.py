@@ -72,6 +72,7 @@ def launch(  # noqa: PLR0913 - the signature declares the options, which the req
     log_dir: typed.LogDir = None,
     metrics_port: typed.MetricsPort = None,
     record_numerics: typed.RecordNumerics = None,
+    check_replay: typed.CheckReplay = None,
     progress_file: typed.ProgressFile = None,
     max_restarts: typed.MaxRestarts = None,
     shutdown_timeout: typed.ShutdownTimeout = None,

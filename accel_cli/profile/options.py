@@ -14,6 +14,7 @@ from accel_cli.planning.launch_options import LaunchOption
 
 __all__ = [
     "OPTIONS",
+    "CheckReplay",
     "ConfigPath",
     "Cpu",
     "DryRun",
@@ -252,7 +253,7 @@ MetricsPort = Annotated[
     ),
     _Sets("launcher.metrics_port"),
 ]
-OPTIONAL_VALUES = {"--record-numerics": "all"}
+OPTIONAL_VALUES = {"--check-replay": "100", "--record-numerics": "all"}
 """The values of options of a launch that may stand without one."""
 RecordNumerics = Annotated[
     str | None,
@@ -264,6 +265,16 @@ RecordNumerics = Annotated[
         rich_help_panel=_OUTPUT,
     ),
     _Sets("env.ACCEL_RECORD_NUMERICS"),
+]
+CheckReplay = Annotated[
+    str | None,
+    typer.Option(
+        "--check-replay",
+        metavar="N",
+        help="Run one in N passes of each model that an Accelerator prepares again, and warn if the results differ: 100 without a value.",
+        rich_help_panel=_OUTPUT,
+    ),
+    _Sets("check_replay", "scalar"),
 ]
 ProgressFile = Annotated[
     str | None,

@@ -312,6 +312,11 @@ def plan(resolved: ResolvedLaunch) -> Plan:
             f"Cannot measure the operations of {request.target}: it is a program (--no-python), and they are counted in Python. Set "
             "measure_flops to false."
         )
+    if request.kind == "program" and profile.settings.check_replay != "never":
+        raise UsageError(
+            f"Cannot check passes of {request.target}: it is a program (--no-python), and they are run again in Python. Set check_replay "
+            "to never."
+        )
     _check_recorders(resolved)
     _check_process_group_backend(launcher, profile.settings.process_group_backend)
     spec = LaunchSpec(

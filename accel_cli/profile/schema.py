@@ -173,6 +173,13 @@ class _Settings(Section):
             "(MFU) of the run."
         ),
     ] = False
+    check_replay: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["never"],
+        Field(
+            description="Run one in so many forward and backward passes of each model that an `Accelerator` prepares again, twice, and "
+            "warn if the results differ.",
+        ),
+    ] = "never"
     shared_files: Annotated[
         bool,
         Field(

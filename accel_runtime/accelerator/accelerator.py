@@ -305,7 +305,9 @@ class Accelerator(ProcessMethods):
         """
         if len(objects) > 1:
             check_result_order()
-        return self._preparation.prepare(objects, device_placement)
+        prepared = self._preparation.prepare(objects, device_placement)
+        self._steps.replay_new_models()
+        return prepared
 
     def prepare_model(
         self, model: _Model, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -321,7 +323,9 @@ class Accelerator(ProcessMethods):
             ValueError: If fp16 loss scaling is used with trainable float16 parameters, or a model on the meta device is
                 not sharded.
         """
-        return self._preparation.prepare_model(model, device_placement, is_trained=not evaluation_mode)
+        prepared = self._preparation.prepare_model(model, device_placement, is_trained=not evaluation_mode)
+        self._steps.replay_new_models()
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None

@@ -23,7 +23,7 @@ from accel_runtime.data.global_batches import GlobalBatches
 from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.observe.call_sites import call_site
-from accel_runtime.observe.heartbeat import heartbeat
+from accel_runtime.observe.heartbeat import Heartbeat, heartbeat
 from accel_runtime.parallel.strategy import ScaleLoss, TrainingPass
 from accel_runtime.training.accumulation import MicroBatch
 
@@ -33,6 +33,10 @@ PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that schedulers send before they end a job."""
 _MASK = struct.Struct("=Q")
 _LOG = logging.getLogger("accel_runtime.training.gradients")
+_NEEDS_RANKS = (
+    "a pass of this run needs other ranks, since models are sharded or split or have SyncBatchNorm, or it compiles a program. Check the "
+    "model in a run with whole models on each rank."
+)
 
 
 class Preemption:
@@ -143,6 +147,9 @@ class TrainingSteps:
         self._epoch_ends = EpochEnds(run.loops, run.accumulation, self._report_tail)
         self._reported_tail = False
         self._replays: list[ReplayCheck] = []
+        every = run.options.settings.check_replay
+        self._replay_every = 0 if every == "never" else every
+        """The number of the settings; 0 if passes are not replayed, or the script has chosen them itself."""
 
     def backward(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, options: dict[str, Any]
@@ -231,21 +238,44 @@ class TrainingSteps:
             raise ValueError(
                 f"Invalid every={every} of check_replay(): expected a number of passes. Pass 1 or more."
             )
-        strategy, models = self._run.strategy, self._run.prepared.models
+        models = self._run.prepared.models
         if not models:
             raise ValueError("check_replay() failed: no model is prepared. Call it after prepare().")
-        backend = self._run.backend
+        if not self._can_replay():
+            raise ValueError(f"check_replay() failed: {_NEEDS_RANKS}")
+        for check in self._replays:
+            check.remove()
+        self._replays, self._replay_every = [], 0
+        for model in models:
+            self._replay(model, every)
+
+    def replay_new_models(self) -> None:
+        """Replay passes of models that were prepared since the last call, if the settings of the run have it."""
+        if not self._replay_every:
+            return
+        models = self._run.prepared.models
+        if models and isinstance(self._progress, Heartbeat):
+            self._progress.confirm_replays()
+        if models and not self._can_replay():
+            self._replay_every = 0
+            if self._run.backend.topology.rank == 0:
+                _LOG.warning("check_replay has no effect: %s", _NEEDS_RANKS)
+            return
+        for model in models:
+            if all(check.prepared is not model for check in self._replays):
+                self._replay(model, self._replay_every)
+
+    def _can_replay(self) -> bool:
+        """Return whether a rank can repeat a pass without the others."""
+        strategy, backend, models = self._run.strategy, self._run.backend, self._run.prepared.models
         exchanges = backend.topology.world_size > 1 and any(
             isinstance(part, nn.SyncBatchNorm) for model in models for part in model.modules()
         )
-        if strategy.shards_models or backend.runtime.static_shapes or exchanges:
-            raise ValueError(
-                "check_replay() failed: a pass of this run needs other ranks, since models are sharded or split or have SyncBatchNorm, or it "
-                "compiles a program. Check the model in a run with whole models on each rank."
-            )
-        for check in self._replays:
-            check.remove()
-        self._replays = [ReplayCheck(one, strategy.unwrap_model(one), backend, every) for one in models]
+        return not (strategy.shards_models or backend.runtime.static_shapes or exchanges)
+
+    def _replay(self, model: nn.Module, every: int) -> None:
+        run = self._run
+        self._replays.append(ReplayCheck(model, run.strategy.unwrap_model(model), run.backend, every))
 
     def accumulate(self, models: tuple[nn.Module, ...]) -> MicroBatch:
         """Return the context of one micro-batch."""

@@ -40,6 +40,7 @@ class ReplayCheck:
     """
 
     def __init__(self, prepared: nn.Module, model: nn.Module, backend: Backend, every: int) -> None:
+        self.prepared = prepared
         self._model, self._backend, self._every = model, backend, every
         self._passes = 0
         self._is_replaying = False

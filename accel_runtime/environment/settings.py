@@ -290,6 +290,8 @@ class Settings:
     """Samples per optimizer step over all processes, unless the script passes another number; `none` counts micro-batches."""
     measure_flops: bool = False
     """If true, the floating-point operations of the third step are counted."""
+    check_replay: int | Literal["never"] = "never"
+    """Number of forward passes of each prepared model of which one is run again, twice, and compared."""
     shared_files: bool = True
     """If true, all nodes share a file system; otherwise the first one writes all of a checkpoint."""
     node_dir: str = ""

@@ -145,7 +145,7 @@ class Heartbeat(MeasuredProgress):
         """Number of steps before the measured one."""
         self._looked_steps = 0
         self._num_samples, self._samples_an_entry = 0, 1
-        self._is_closed = False
+        self._is_closed = self._misses_replays = False
         now, numbers = monotonic_ns(), self._numbers
         numbers[_STARTED_NS], numbers[_STARTED_EPOCH_NS], numbers[_CHANGED_NS] = now, time.time_ns(), now
         numbers[_STEP_PART] = _NO_PART
@@ -162,8 +162,14 @@ class Heartbeat(MeasuredProgress):
         variable = variable_name("measure_flops")
         if read_switch(variable, os.environ.get(variable, "")):
             self._flops = StepFlops()
+        replays = os.environ.get(variable_name("check_replay"), "")
+        self._misses_replays = replays not in {"", "never"} and os.environ.get("RANK", "0") == "0"
         # Not a thread of `threading`: a script may join all that are listed there.
         _thread.start_new_thread(self._watch, ())
+
+    def confirm_replays(self) -> None:
+        """Leave out the message that no pass is replayed, since an Accelerator has prepared a model."""
+        self._misses_replays = False
 
     def close(self) -> None:
         """Look at the script no more."""
@@ -396,6 +402,11 @@ class Heartbeat(MeasuredProgress):
         if self._numbers[_PID] == os.getpid():
             self.close()
             self.refresh()
+            if self._misses_replays:
+                print(  # noqa: T201 - a message of the launcher
+                    "accel: check_replay has no effect: no Accelerator of the script has prepared a model. Record two runs, and compare them.",
+                    file=sys.stderr,
+                )
             if self._hooks is not None:
                 self._hooks.forget()
             self._numbers[_FAILED] = int(self.has_failed)

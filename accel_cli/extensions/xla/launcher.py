@@ -219,10 +219,11 @@ def _check_settings(spec: LaunchSpec) -> None:
             f"Cannot use process_group_backend: {settings.process_group_backend} with launcher.kind: xla: torch_xla has "
             "its own collectives. Use auto."
         )
-    if settings.measure_flops:
+    if settings.measure_flops or settings.check_replay != "never":
+        key = "measure_flops" if settings.measure_flops else "check_replay"
         raise UsageError(
-            "Cannot use measure_flops with launcher.kind: xla: torch_xla executes a step as a graph, whose operations torch does not "
-            "count. Set it to false."
+            f"Cannot use {key} with launcher.kind: xla: torch_xla executes a step as a graph, in which no pass and no operation of torch "
+            "is seen. Unset it."
         )
     if settings.mixed_precision == "fp16":
         raise UsageError(

@@ -194,6 +194,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "gradient_accumulation_steps": (1, "default"),
         "resume": (False, "default"),
         "measure_flops": (False, "default"),
+        "check_replay": ("never", "default"),
         "shared_files": (True, "default"),
         "node_dir": ("", "default"),
         "store_every": (10, "default"),

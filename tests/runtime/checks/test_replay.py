@@ -113,6 +113,42 @@ def test_the_rank_that_computes_other_results_reports_it(pair):
     assert (first, second) == ([], [])
 
 
+def test_the_setting_of_a_run_replays_each_model_that_is_prepared(monkeypatch):
+    monkeypatch.setenv("ACCEL_CHECK_REPLAY", "2")
+    messages, _, _ = train(Noise(), every=0)
+    assert "first in the output of 3." in messages[0]
+    noises = [Noise(numbers=()), Noise(numbers=())]
+    accelerator = Accelerator(cpu=True)
+    for noise in noises:
+        model = accelerator.prepare(build_model(noise))
+        for _ in range(3):
+            model(torch.randn(4, 2))
+    assert [noise.calls for noise in noises] == [3 + 2 * 2] * 2
+    accelerator.check_replay(every=100)
+    model(torch.randn(4, 2))
+    model(torch.randn(4, 2))
+    assert noises[1].calls == 3 + 2 * 2 + 2 + 2 * 1
+
+
+def test_the_setting_says_where_it_has_no_effect(pair):
+    def prepare():
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            collect_messages("accel_runtime.training.gradients") as messages,
+        ):
+            patch.setenv("ACCEL_CHECK_REPLAY", "1")
+            accelerator = Accelerator(cpu=True)
+            for _ in range(2):
+                model = nn.Sequential(nn.Linear(2, 4), nn.SyncBatchNorm(4))
+                accelerator.prepare_model(model, evaluation_mode=True)
+        return messages
+
+    (first, second) = pair.run(prepare)
+    assert len(first) == 1
+    assert first[0].startswith("check_replay has no effect: a pass of this run needs other ranks")
+    assert second == []
+
+
 def test_a_check_that_cannot_run_is_refused():
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ValueError, match="no model is prepared"):
