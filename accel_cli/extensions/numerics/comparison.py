@@ -374,6 +374,16 @@ def _list_arguments(text: str) -> list[str]:
     return [f"{line['name'] or ''}: {line['text']}" for line in found if line]
 
 
+def _match_names(one: RankRecord, other: RankRecord) -> dict[str, str]:
+    """Return the names in the first record for parameters of the second one, by their order in the optimizers, if none is the same."""
+    names: dict[str, str] = {}
+    for optimizer, match in zip(one.optimizers, other.optimizers, strict=False):
+        orders = [[name for group in each.parameters for name in group] for each in (optimizer, match)]
+        if {*orders[0]}.isdisjoint(orders[1]) and len(orders[0]) == len(orders[1]):
+            names |= dict(zip(orders[1], orders[0], strict=True))
+    return names
+
+
 # Steps
 
 
@@ -386,6 +396,7 @@ class _Walk:
         self._is_aligned = self._first.world_size == self._second.world_size
         self._used = [_find_used_generators(run) for run in found.runs]
         self._has_parts = _hold_other_parts(found)
+        self._names = _match_names(self._first.first, self._second.first)
         self._before = 0.0
         self._last_parameters: Mapping[str, Summary] = {}
 
@@ -463,6 +474,7 @@ class _Walk:
                 bound,
                 self._has_parts,
                 self._find_tensors(step, rank, rank),
+                self._names,
             )
             for rank in ranks
         ]
@@ -557,7 +569,7 @@ class _Walk:
         runs = self._found.runs
         records = [run.first.steps[step] for run in runs]
         files = self._find_tensors(step, min(runs[0].ranks), min(runs[1].ranks))
-        pair = _Pair(step, None, records[0], records[1], bound, self._has_parts, files)
+        pair = _Pair(step, None, records[0], records[1], bound, self._has_parts, files, self._names)
         yield from self._compare_starts(pair, min(runs[0].ranks))
         has_all = all(len(run.ranks) == run.world_size for run in runs)
         if has_all and (detail := _compare_samples(*(_count_samples(run, step) for run in runs))):
@@ -608,6 +620,8 @@ class _Pair:
     """True if the ranks of the runs hold other parts of parameters."""
     files: tuple[TensorFile, TensorFile] | None = None
     """The files with the tensors of the step, if both records may have one."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """The names that the first run has for parameters of the second one, if it has none of the same name."""
 
     def differ(self, stage: str, name: str, detail: str, *, is_structural: bool = False) -> Difference:
         """Return a difference that is no matter of size."""
@@ -634,12 +648,13 @@ class _Pair:
             ]
             same = {name for name, shape in shapes[0].items() if shapes[1].get(name) == shape}
             first, second = ([one for one in each if one[0] in same] for each in (first, second))
+        second = [(self._find_counterpart(name), digest) for name, digest in second]
         names = {name for name, _ in first}, {name for name, _ in second}
         if stage == "modules":  # those of another structure have no counterpart
             first, second = (
                 [one for one in entries if one[0] in names[0] & names[1]] for entries in (first, second)
             )
-        elif names[0].isdisjoint(names[1]) and len(first) == len(second):
+        elif names[0].isdisjoint(names[1]) and len(first) == len(second) and stage not in _ORDERED:
             second = [(name, digest) for (name, _), (_, digest) in zip(first, second, strict=True)]
         remaining: dict[str, list[str]] = {}
         for name, digest in second:
@@ -660,6 +675,13 @@ class _Pair:
         if stage not in _ORDERED:
             found.sort(key=lambda one: math.inf if one.size is None else one.size, reverse=True)
         yield from found
+
+    def _find_counterpart(self, name: str) -> str:
+        """Return the name that the first run has for a parameter of the second one, or for a part of its state."""
+        if name in self.names:
+            return self.names[name]
+        parameter, dot, key = name.rpartition(".")
+        return f"{self.names[parameter]}{dot}{key}" if parameter in self.names else name
 
     def _compare_tensors(self, stage: str, name: str, digests: tuple[str, str], limit: float) -> Difference:
         one, other = self.first.values.get(digests[0]), self.second.values.get(digests[1])

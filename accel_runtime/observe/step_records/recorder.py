@@ -181,6 +181,7 @@ class Recorder:
             modules.register_module_forward_pre_hook(self._build_pre_hook()),
             modules.register_module_forward_hook(self._build_hook(), with_kwargs=True),
         ]
+        self._watch_compilation()
         LoadedBatches(self._keep_batch, self._drop_batch).install()
         atexit.register(self.end)
 
@@ -204,6 +205,28 @@ class Recorder:
                 self._end_pass(self._ended)
 
         torch.autograd.backward = record_pass
+
+    def _watch_compilation(self) -> None:
+        """Record the calls of modules that are compiled in place, whose hooks are a part of what is compiled and see no values."""
+        compiler, base = self._torch.compiler, self._torch.nn.Module
+        compile_module = base.compile
+
+        @wraps(compile_module)
+        def compile_and_watch(module: Any, *args: Any, **kwargs: Any) -> None:
+            compile_module(module, *args, **kwargs)
+            call = module._compiled_call_impl  # noqa: SLF001 - what `__call__` calls (torch 2.9 to 2.13)
+
+            def call_and_record(*args: Any, **kwargs: Any) -> Any:
+                if compiler.is_compiling():
+                    return call(*args, **kwargs)
+                self._enter_module(module)
+                output = call(*args, **kwargs)
+                self._leave_module(module, {**dict(enumerate(args)), **kwargs}, output)
+                return output
+
+            module._compiled_call_impl = call_and_record  # noqa: SLF001 - as above
+
+        base.compile = compile_and_watch
 
     def _watch_optimizers(self, module: Any) -> None:
         add = module.Optimizer.add_param_group

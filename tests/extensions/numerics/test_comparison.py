@@ -163,12 +163,34 @@ def test_a_generator_that_the_pass_draws_from_is_named_without_certainty():
     assert found.cause is found.effect
 
 
+def test_parameters_without_the_same_names_are_matched_by_their_order_in_the_optimizer():
+    def build(name, first, second, factor=1.0):
+        """Return a run of two parameters, whose gradients the second run computes in the other order."""
+        tensors = {first: torch.ones(4), second: torch.linspace(0, 1, 3) * factor}
+        entries = tuple(entry(*one) for one in tensors.items())
+        gradients = entries if name == "a" else entries[::-1]
+        step = change_pass(
+            replace(build_step(), before=entries, read=entries, parameters=entries, state=()),
+            gradients=gradients,
+        )
+        run = build_run(name, replace(step, passes=(replace(step.passes[0], after_backward=entries),)))
+        optimizers = (OptimizerHead(0, "SGD", ((first, second),)),)
+        return Run(name, {0: replace(run.first, optimizers=optimizers)})
+
+    first = build("a", "weight", "bias")
+    assert compare(first, build("b", "parameter 0", "parameter 1")).verdict == "equal"
+    found = compare(first, build("b", "parameter 0", "parameter 1", 2.0))
+    assert (found.cause.stage, found.cause.name) == ("before", "bias")
+
+
 @pytest.mark.smoke
 def test_rounding_is_up_to_the_bound_and_what_is_larger_is_different():
     noise = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     noise *= WEIGHTS.norm() / noise.norm()
     first = build_run("a", build_step())
     bound = compare(first, build_run("b", CHANGES["modules"](build_step()))).cause.bound
+    # One parameter of 1000 values in float32.
+    assert bound == pytest.approx(4 * 2**-24 * 1000**0.5)
     for factor, verdict in ((0.1, "rounding"), (10, "different")):
         step = change_pass(build_step(), modules=(entry("weight", 2 * WEIGHTS + 2 * factor * bound * noise),))
         found = compare(first, build_run("b", step))
