@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -176,25 +177,35 @@ def check_next_save(kind, folder, run, steps, files):
     return step
 
 
-def save_in_loop(kind, folder, log, first, delays):
-    """Resume and save in a loop; after `first` saves, the kernel ends the process after its delay.
+def save_in_loop(start, log, first, delays):
+    """Resume and save in a loop; after `first` saves, the kernel ends the process after the delay of its rank, if it has one.
 
-    The log has the step that was loaded, and each step that is saved.
+    The context of `start` has a run, the target of its saves, and if they are in the background. The log has the step that was
+    loaded, and each step that is saved.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    run, target = build_run(kind, folder), kind.get_target(folder)
-    step = saved = run.load(target)
-    for number in itertools.count():
-        if run.rank == 0:
-            with log.open("a") as file:
-                file.write(f"{saved}\n")
-        if number == first:
-            signal.setitimer(signal.ITIMER_REAL, delays[run.rank])
-        # An asynchronous save is complete when the next one starts.
-        saved = step if kind.in_background else step + 1
-        step += 1
-        run.set_step(step)
-        run.acc.save_state(target, async_save=kind.in_background)
+    with start() as (run, target, in_background):
+        step = saved = run.load(target)
+        for number in itertools.count():
+            if run.rank == 0:
+                with log.open("a") as file:
+                    file.write(f"{saved}\n")
+            if number == first:
+                signal.setitimer(signal.ITIMER_REAL, delays[run.rank])
+            # An asynchronous save is complete when the next one starts.
+            saved = step if in_background else step + 1
+            step += 1
+            run.set_step(step)
+            run.acc.save_state(target, async_save=in_background)
+
+
+def run_until_killed(cluster, start, log, last_saved, *, first=-1, delays=()):  # noqa: PLR0913
+    """Kill a run that saves in a loop; return the steps that it has loaded and saved, which are none before `last_saved`."""
+    log.write_text("")
+    assert cluster.run_until_killed(save_in_loop, start, log, first, delays)
+    steps = [int(step) for step in log.read_text().split()]
+    assert not steps or steps[0] >= last_saved, f"{steps[0]} was loaded, and {last_saved} had been saved"
+    return steps
 
 
 # The invariant -------------------------------------------------------------------------------
@@ -228,23 +239,24 @@ class Saves:
         return is_killed
 
     def kill_at_random(self, name, kills, seed):
-        """Kill runs at random times while they save in a loop; each must load at least what was saved before."""
-        chance, log = random.Random(seed), self._folder / "log"
-        folder, last_saved, loaded = self._folder / str(next(self._numbers)), 0, []
+        """Kill runs at random times while they save in a loop; return the newest step that is sure to be saved."""
+        chance, folder, last_saved = random.Random(seed), self._folder / str(next(self._numbers)), 0
         folder.mkdir()
+
+        def start(kind=KINDS[name]):
+            return nullcontext((build_run(kind, folder), kind.get_target(folder), kind.in_background))
+
         for number in range(kills):
-            log.write_text("")
             # Half of the runs complete some saves first: a busy machine completes few in a fixed time.
             first, seconds = number % 2 * 4, chance.uniform(0.001, 0.1 * self._cluster.size)
             delays = [
                 seconds + chance.choice((0, chance.uniform(0, 0.02))) for _ in range(self._cluster.size)
             ]
-            assert self._cluster.run_until_killed(save_in_loop, KINDS[name], folder, log, first, delays)
-            step, *steps = map(int, log.read_text().split())
-            assert step >= last_saved, f"{step} was loaded, and {last_saved} had been saved"
-            loaded.append(step)
-            last_saved = max([step, *steps])
-        return loaded
+            steps = run_until_killed(
+                self._cluster, start, folder / "log", last_saved, first=first, delays=delays
+            )
+            last_saved = max(steps)
+        return last_saved
 
     def _save_and_check(self, name, fault, rank):
         kind, folder, files = self._copy_start(name)
@@ -389,7 +401,7 @@ def test_a_save_with_a_fault_at_every_call_is_complete_or_absent(one, two, case)
     ],
 )
 def test_runs_killed_at_random_times_continue_from_their_saves(one, two, size, name, kills):
-    assert [one, two][size - 1].kill_at_random(name, kills, seed=5)[-1] >= kills
+    assert [one, two][size - 1].kill_at_random(name, kills, seed=5) >= kills
 
 
 @pytest.mark.parametrize("name", ["two are kept", "the same directory, in the background"])
