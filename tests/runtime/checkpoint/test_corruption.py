@@ -140,15 +140,6 @@ def test_a_pipe_or_a_directory_in_place_of_a_file_is_named_and_changes_nothing(m
     )
 
 
-@pytest.mark.full
-def test_every_third_bit_of_small_files_and_headers_is_verified(run, newest):
-    for file in sorted(path for path in newest.rglob("*") if path.is_file()):
-        for bit in range(0, 8 * min(file.stat().st_size, 400), 3):
-            flip_bit(file, bit)
-            assert str(file) in run.fail_to_load(newest)
-            flip_bit(file, bit)
-
-
 def test_removal_of_the_only_checkpoint_during_a_load_raises_a_clear_error(memory, monkeypatch):
     run = Run(memory)
     run.set_step(1)

@@ -167,20 +167,33 @@ def test_state_of_ranks_that_did_not_save_is_named_and_starts_anew(pair, tmp_pat
     assert steps == others == 6
 
 
-def save_at_the_end_of_an_epoch(folder):
+def save_and_load(folder, place, is_in_background):
+    """Save on the main process after step `place` of each epoch, None: after its loop; return the step that is loaded, and the epoch."""
     accelerator, model, optimizer, loader = prepare_run()
+    torch.manual_seed(accelerator.process_index)
     for _ in range(2):
         for step, batch in enumerate(loader):
             learn(accelerator, model, optimizer, batch)
-            if accelerator.is_main_process and step == len(loader) - 1 and not loader.epoch:
-                accelerator.save_state(folder)
+            if accelerator.is_main_process and step == place:
+                accelerator.save_state(folder, async_save=is_in_background)
+        if accelerator.is_main_process and place is None:
+            accelerator.save_state(folder, async_save=is_in_background)
+    accelerator.wait_for_checkpoint()
     accelerator.wait_for_everyone()
     return accelerator.load_state(folder).manifest.step, loader.epoch
 
 
-def test_one_rank_saves_while_the_others_begin_the_next_epoch(pair, tmp_path):
-    """The order of an epoch is drawn collectively, which the saving rank has not reached."""
-    assert pair.run(save_at_the_end_of_an_epoch, str(tmp_path / "saved")) == [(4, 1), (4, 1)]
+@pytest.mark.parametrize(
+    ("place", "is_in_background", "loaded"),
+    [
+        pytest.param(1, True, (6, 1), id="in the background"),
+        # The order of an epoch is drawn collectively, which the saving rank has not reached.
+        pytest.param(3, False, (8, 2), id="while the others begin the next epoch"),
+        pytest.param(None, False, (8, 2), id="after the loop of an epoch"),
+    ],
+)
+def test_one_rank_saves_at_any_place_of_an_epoch(pair, tmp_path, place, is_in_background, loaded):
+    assert pair.run(save_and_load, str(tmp_path / "saved"), place, is_in_background) == [loaded] * 2
 
 
 def train_three_epochs(folder, load):
@@ -206,21 +219,6 @@ def test_later_epochs_keep_their_order_after_a_save_of_one_rank(pair, tmp_path):
     assert resumed == [[first[3:], *others] for first, *others in uninterrupted]
 
 
-def save_in_background(folder):
-    accelerator, model, optimizer, loader = prepare_run()
-    for step, batch in enumerate(loader):
-        learn(accelerator, model, optimizer, batch)
-        if step == 1 and accelerator.is_main_process:
-            accelerator.save_state(folder, async_save=True)
-    accelerator.wait_for_checkpoint()
-    accelerator.wait_for_everyone()
-    return accelerator.load_state(folder).manifest.step
-
-
-def test_one_rank_can_save_asynchronously(pair, tmp_path):
-    assert pair.run(save_in_background, str(tmp_path / "saved")) == [2, 2]
-
-
 def export_alone(folder):
     accelerator, model, optimizer, loader = prepare_run()
     expected = None
@@ -238,22 +236,6 @@ def export_alone(folder):
 def test_one_rank_exports_weights_while_the_others_train(pair, tmp_path):
     (read, expected), (others, _) = pair.run(export_alone, str(tmp_path))
     assert read == others == expected
-
-
-def save_after_each_epoch(folder):
-    accelerator, model, optimizer, loader = prepare_run()
-    torch.manual_seed(accelerator.process_index)
-    for _ in range(2):
-        for batch in loader:
-            learn(accelerator, model, optimizer, batch)
-        if accelerator.is_main_process:
-            accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-    return accelerator.load_state(folder).manifest.step
-
-
-def test_one_rank_saves_after_the_loop_of_an_epoch(pair, tmp_path):
-    assert pair.run(save_after_each_epoch, str(tmp_path / "saved")) == [8, 8]
 
 
 def save_shards(folder):
