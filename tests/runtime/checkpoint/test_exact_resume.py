@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -81,29 +82,6 @@ LOADERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", LOADERS)
-def test_a_resume_continues_with_every_kind_of_loader(alone, kind, tmp_path):
-    assert_resumes_are_exact(
-        alone, Script(**LOADERS[kind]()), tmp_path, None if kind == "shuffled" else (1, 4)
-    )
-
-
-ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state", "a stream dispatched")
-"""Loaders that `make test-slow` runs on three ranks; `make test-full` runs all loaders on two and three."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in LOADERS]
-)
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_resume_continues_with_every_kind_of_loader_on_several_ranks(clusters, size, kind, tmp_path):
-    assert_resumes_are_exact(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4))
-
-
-# Scripts that skip by themselves ---------------------------------------------------------
-
 METHODS = ("skip_first_batches", "continue")
 """How scripts skip the batches they have trained on after `load_state`."""
 
@@ -118,7 +96,31 @@ def build_augmented_data():
     return MappedDataset(COUNT, augment)
 
 
-SKIPPING = LOADERS | {"augmented": lambda: {"dataset": build_augmented_data}}
+LOADERS["augmented"] = lambda: {"dataset": build_augmented_data}
+ON_THREE = ("shuffled", "uneven", "dispatched", "workers", "a stream with state", "a stream dispatched")
+"""Loaders that `make test-slow` runs on three ranks, and others on one; `make test-full` runs all on one to three."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "methods"),
+    [
+        pytest.param(
+            kind,
+            size,
+            methods,
+            marks=pytest.mark.slow if (size, methods) == first else pytest.mark.full,
+            id=f"{kind}-{size}-{methods[0]}",
+        )
+        for kind in LOADERS
+        for first in [(3 if kind in ON_THREE else 1, ("resume",))]
+        for size, methods in itertools.product((1, 2, 3), (("resume",), METHODS))
+    ],
+)
+def test_a_resume_continues_with_every_kind_of_loader(clusters, kind, size, methods, tmp_path):
+    assert_resumes_are_exact(clusters[size], Script(**LOADERS[kind]()), tmp_path, (1, 4), methods)
+
+
+# Scripts that skip by themselves ---------------------------------------------------------
 
 
 def test_scripts_that_skip_batches_after_load_state_continue_from_every_step(alone, tmp_path):
@@ -132,22 +134,6 @@ def test_scripts_that_skip_batches_continue_on_two_ranks(clusters, tmp_path):
     assert_resumes_are_exact(clusters[2], build_accumulating_script(), tmp_path, (1, 4, 6), METHODS)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", SKIPPING)
-def test_scripts_that_skip_batches_continue_with_every_kind_of_loader(alone, kind, tmp_path):
-    script = Script(**SKIPPING[kind]())
-    last = len(start_training(script, 5).loader) if "stream" not in kind else COUNT // 2
-    assert_resumes_are_exact(alone, script, tmp_path, (1, 4, last), METHODS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ON_THREE else pytest.mark.full) for kind in SKIPPING]
-)
-def test_scripts_that_skip_batches_continue_on_three_ranks(clusters, kind, tmp_path):
-    assert_resumes_are_exact(clusters[3], Script(**SKIPPING[kind]()), tmp_path, (1, 3, 4), METHODS)
-
-
 def load_state_and_continue(script, folder, name):
     run = start_training(script, 77)
     run.accelerator.load_state(f"{folder}/{name}")
@@ -159,36 +145,6 @@ def test_a_stateful_loader_continues_by_itself_after_load_state(ranks, tmp_path)
     before = ranks.run(train_and_save, script, str(tmp_path), [3])
     after = ranks.run(load_state_and_continue, script, str(tmp_path), "3")
     assert after == [(rows[3:], end) for rows, end, _ in before]
-
-
-@pytest.mark.parametrize("method", ["resume", *METHODS])
-def test_every_way_to_resume_continues_the_same_batches_on_another_world_size(
-    clusters, alone, method, tmp_path
-):
-    # Global batches are the same on every number of processes.
-    script = Script(
-        **build_loader_config(split_batches=True), **build_loader_options(batch_size=6, shuffle=True)
-    )
-
-    def batches(number, folder):
-        run = start_training(script, 77)
-        per_epoch = len(run.loader)
-        if method == "resume":
-            run.accelerator.resume(f"{folder}/{number}")
-            return [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in run.loader]
-        run.accelerator.load_state(f"{folder}/{number}")
-        num_done = number % per_epoch
-        loader = (
-            run.accelerator.skip_first_batches(run.loader, num_done) if method == METHODS[0] else run.loader
-        )
-        batches_read = [run.accelerator.gather_for_metrics(batch[0]).tolist() for batch in loader]
-        return batches_read if method == METHODS[0] else batches_read[num_done:]
-
-    rows, _, _ = train_and_save(script, str(tmp_path), [1, 3])
-    per_epoch = len(rows) // 3
-    for number in (1, 3):
-        expected = [row[1] for row in rows[number : number - number % per_epoch + per_epoch]]
-        assert clusters[2].run(batches, number, str(tmp_path)) == [expected] * 2
 
 
 # Any order of calls -----------------------------------------------------------------------

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
-from support.cases.pairs import pairwise_params
 from support.runs import loop_programs
 from support.runs.loop_programs import (
     DRAWS_GLOBALLY,
@@ -40,28 +39,35 @@ cloudpickle.register_pickle_by_value(loop_programs)
 
 METHODS = ["resume", "skip_first_batches", "continue", "stateful"]
 """How scripts continue: `resume`, or `load_state`, in two ways of skipping batches and with stateful loaders."""
-COUNT, SIZE = 10, 2
+IN_TURN = ("resume", "stateful")
+"""Methods with which a script reads no batch of before the save again."""
+COUNT, SIZE = 12, 2
+
+WAYS_TO_LOAD = ["resume", "load_state", "stateful"]
+"""Ways to load a checkpoint; the other `METHODS` differ in how a script skips batches."""
 
 # Plain scripts ------------------------------------------------------------------------------
 
 
-def start(method, seed=0):
+def start(way, seed=0, data="global", **options):
     """Return an accelerator and two loaders: one in order, one shuffled by its own generator."""
     accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=method == "stateful")
+        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=way == "stateful", **options)
     )
-    generator = torch.Generator().manual_seed(seed)
-    loaders = accelerator.prepare(
-        DataLoader(range(COUNT), batch_size=SIZE),
-        DataLoader(range(COUNT), batch_size=SIZE, shuffle=True, generator=generator),
+    first = 100 * accelerator.process_index if data == "sharded" else 0
+    samples = range(first, first + COUNT)
+    generator = torch.Generator().manual_seed(first + seed)
+    loaders = (
+        DataLoader(samples, batch_size=SIZE),
+        DataLoader(samples, batch_size=SIZE, shuffle=True, generator=generator),
     )
-    return accelerator, *loaders
+    return accelerator, *(accelerator.prepare_data_loader(loader, data=data) for loader in loaders)
 
 
-def load(method, folder, seed=1):
+def load(way, folder, **options):
     """Return an accelerator and its loaders after the checkpoint was loaded."""
-    accelerator, *loaders = start(method, seed)
-    accelerator.resume(folder) if method == "resume" else accelerator.load_state(folder)
+    accelerator, *loaders = start(way, seed=1, **options)
+    accelerator.resume(folder) if way == "resume" else accelerator.load_state(folder)
     return accelerator, *loaders
 
 
@@ -70,8 +76,8 @@ def read(loader, count=None):
     return [batch.tolist() for batch in (loader if count is None else islice(loader, count))]
 
 
-WAYS = ["resume", "load_state", "stateful"]
-"""Ways to load a checkpoint; those of `METHODS` with `load_state` differ only in how a script skips batches."""
+def read_two_epochs(loaders):
+    return [(read(loader), read(loader), loader.epoch) for loader in loaders]
 
 
 def take_and_break(loader):
@@ -181,41 +187,45 @@ LEAVE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("leave", "way"),
-    [
-        # Each way in `make test` with half of the others.
-        pytest.param(leave, way, marks=[pytest.mark.full] * (way != "resume" and (at + WAYS.index(way)) % 2))
-        for at, leave in enumerate(LEAVE)
-        for way in WAYS
-    ],
-)
-def test_a_loop_that_was_left_before_a_save_is_not_continued(leave, way, tmp_path):
-    """The next iteration is the next epoch, as without the interruption."""
-    accelerator, in_order, shuffled = start(way)
-    read(shuffled)
-    leave(in_order)
-    leave(shuffled)
-    accelerator.save_state(tmp_path / "saved")
-    expected = [(read(loader), read(loader), loader.epoch) for loader in (in_order, shuffled)]
-    _, *loaders = load(way, tmp_path / "saved")
-    assert [(read(loader), read(loader), loader.epoch) for loader in loaders] == expected
+def leave_and_load(leave, way, folder, **options):
+    """Leave loops and save; return the epochs that follow, those after the checkpoint was loaded, and the states of loaders."""
+    accelerator, *loaders = start(way, **options)
+    read(loaders[1])
+    for loader in loaders:
+        leave(loader)
+    accelerator.save_state(folder)
+    states = [loader.state_dict() for loader in loaders]
+    expected = read_two_epochs(loaders)
+    _, *loaders = load(way, folder, **options)
+    return expected, read_two_epochs(loaders), states
 
 
 @pytest.mark.parametrize("leave", LEAVE)
-def test_a_loader_state_of_a_loop_that_was_left_begins_the_next_epoch(leave):
-    _, *loaders = start("resume")
-    for loader in loaders:
-        leave(loader)
-    states = [loader.state_dict() for loader in loaders]
-    expected = [read(loader) for loader in loaders]
-    _, *loaders = start("resume", 1)
-    for loader, state in zip(loaders, states, strict=True):
-        loader.load_state_dict(state)
-    assert [read(loader) for loader in loaders] == expected
+def test_a_loop_that_was_left_before_a_save_is_not_continued(leave, tmp_path):
+    """The next iteration is the next epoch, as without the interruption, also if the states of loaders are loaded by hand."""
+    for way in WAYS_TO_LOAD:
+        expected, loaded, states = leave_and_load(leave, way, tmp_path / way)
+        assert loaded == expected, way
+        _, *loaders = start(way, seed=1)
+        for loader, state, (next_epoch, *_) in zip(loaders, states, expected, strict=True):
+            loader.load_state_dict(state)
+            assert read(loader) == next_epoch, way
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dispatch_batches": True}, {"data": "sharded"}, {"even_batches": False}],
+    ids=["each rank its slice", "dispatched", "sharded", "uneven"],
+)
+def test_a_loop_that_was_left_on_two_ranks_is_not_continued(pair, options, tmp_path):
+    def leave_and_load_in_every_way(folder):
+        return [leave_and_load(take_a_slice, way, f"{folder}/{way}", **options)[:2] for way in WAYS_TO_LOAD]
+
+    for each in pair.run(leave_and_load_in_every_way, str(tmp_path)):
+        assert [loaded for _, loaded in each] == [expected for expected, _ in each]
+
+
+@pytest.mark.parametrize("way", WAYS_TO_LOAD)
 def test_a_batch_that_is_read_within_a_loop_over_the_same_loader_does_not_end_the_loop(way, tmp_path):
     """`next(iter(loader))` for the shape of a batch, while training goes on."""
     accelerator, _, train = start(way)
@@ -226,44 +236,6 @@ def test_a_batch_that_is_read_within_a_loop_over_the_same_loader_does_not_end_th
     expected = read(running)
     _, _, train = load(way, tmp_path / "saved")
     assert read(train)[2 if way == "load_state" else 0 :] == expected
-
-
-def leave_and_save(way, folder, options, data):
-    """Read one epoch, leave the next after two batches and save; return the two epochs that follow."""
-    accelerator, loader = start_with_options(way, options, data)
-    read(loader)
-    take_and_break(loader)
-    accelerator.save_state(folder)
-    return read(loader), read(loader), loader.epoch
-
-
-def start_with_options(way, options, data):
-    accelerator = Accelerator(
-        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=way == "stateful", **options)
-    )
-    rank = accelerator.process_index if data == "sharded" else 0
-    samples = list(range(100 * rank, 100 * rank + 16))
-    generator = torch.Generator().manual_seed(rank + torch.initial_seed() % 1000)
-    loader = DataLoader(samples, batch_size=SIZE, shuffle=True, generator=generator)
-    return accelerator, accelerator.prepare_data_loader(loader, **({"data": data} if data else {}))
-
-
-def load_with_options(way, folder, options, data):
-    torch.manual_seed(7)
-    accelerator, loader = start_with_options(way, options, data)
-    accelerator.resume(folder) if way == "resume" else accelerator.load_state(folder)
-    return read(loader), read(loader), loader.epoch
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("options", "data"),
-    [({}, None), ({"dispatch_batches": True}, None), ({}, "sharded"), ({"even_batches": False}, None)],
-    ids=["each rank its slice", "dispatched", "sharded", "uneven"],
-)
-def test_a_loop_that_was_left_on_two_ranks_is_not_continued(pair, options, data, way, tmp_path):
-    expected = pair.run(leave_and_save, way, str(tmp_path / "saved"), options, data)
-    assert pair.run(load_with_options, way, str(tmp_path / "saved"), options, data) == expected
 
 
 @pytest.mark.parametrize("make", [PythonRandomSampler, PythonShuffledSampler])
@@ -540,7 +512,7 @@ REPORTS = {
 def test_a_save_reports_an_iterator_if_it_is_unknown_if_the_script_goes_on_with_it(loop, caplog):
     accelerator = Accelerator()
     loader, val = accelerator.prepare(
-        DataLoader(range(COUNT), batch_size=SIZE), DataLoader(range(6), batch_size=SIZE)
+        DataLoader(range(10), batch_size=SIZE), DataLoader(range(6), batch_size=SIZE)
     )
     loop(loader, val, lambda: [each.state_dict() for each in (loader, val)])
     times = [record.args[1] for record in caplog.records if "may have other batches" in record.getMessage()]
@@ -565,52 +537,52 @@ def test_an_evaluation_whose_iterator_is_still_there_begins_at_its_first_batch_a
 # Named programs -----------------------------------------------------------------------------
 
 
-def check_interruptions(program, method, order, folder, choose=None):
-    """Compare continuations of a program with the uninterrupted run, each with the loops that continue.
+ORDERS = ["inner first", "outer first"]
 
-    Each is interrupted again. Without `choose`, at every save, and at the first one after it; else at up to three saves
-    and a later one that `choose(n)` returns, a number from 1 to n.
+
+def check_interruptions(program, folder, methods=METHODS, *, every=False, draw=None):
+    """Interrupt a program, and compare its continuations with the uninterrupted run.
+
+    It is interrupted at every save, and continued with all of its loops in both orders, and with the outer ones only: with
+    one of the methods that are possible, in turn, or with `every` one. Each continuation is interrupted again, and half of
+    them are saved and loaded again at once. A generated program is interrupted at up to three saves that `draw` chooses.
     """
-    if choose is None:
-        saves, expected = None, run_program(program, folder, method=method, saves=None)
-    else:
-        dry = run_program(program, folder, method=method)
+    dry = run_program(program, folder)
+    numbers, turn = range(1, 1 + dry.num_saves), 0
+    if draw is not None:
         assume(dry.num_saves and len(dry.events) < 300)
-        saves = frozenset(choose(dry.num_saves) for _ in range(3))
-        expected = run_program(program, folder, method=method, saves=saves)
-        assert expected.events == dry.events, "saves change the run"
-    for position, number in zip(
-        expected.positions, sorted(saves or range(1, 1 + expected.num_saves)), strict=True
-    ):
-        for depth in (None, *range(1, len(position.loops))):
-            if position.allows(method, order, depth):
-                where = f"save {number}, method {method}, {order}, loops that continue: {depth or 'all'}"
-                wanted = expected.after(position)
-                if depth is not None:
-                    options = {"saves": frozenset({number}), "abandon": (number, depth)}
-                    left = run_program(program, f"{folder}/left", method=method, **options)
-                    wanted = left.after(left.positions[0])
-                again = number % 2 == 0 if choose is None else choose(2) == 2
-                later = frozenset({1})
-                if choose is not None:
-                    later = frozenset({choose(4)}) if choose(2) == 2 else frozenset()
+        numbers = sorted({draw(st.sampled_from(numbers)) for _ in range(3)})
+        turn = draw(st.integers(0, len(methods) - 1))
+    runs = {}
+    for is_stateful in {method == "stateful" for method in methods}:
+        options = {"method": "stateful" if is_stateful else "resume", "saves": {*numbers}}
+        runs[is_stateful] = run_program(program, f"{folder}/{options['method']}", **options)
+        assert runs[is_stateful].events == dry.events, "saves change the run"
+    for at, number in enumerate(numbers):
+        position = next(iter(runs.values())).positions[at]
+        cases = [(None, order) for order in ORDERS]
+        cases += [(depth, ORDERS[(number + depth) % 2]) for depth in range(1, len(position.loops))]
+        for depth, order in cases:
+            turn += 1
+            possible = [method for method in methods if position.allows(method, order, depth)]
+            if not possible:
+                continue
+            wanted = dry.after(position)
+            if depth is not None:
+                wanted = run_program(program, folder, abandon=(number, depth)).after(position)
+            for method in possible if every else [possible[turn % len(possible)]]:
+                saved = runs[method == "stateful"].positions[at]
+                options = {"method": method, "order": order, "seed": 2 + turn}
+                again = turn % 2 == 0
+                where = f"save {number}, {method}, {order}, depth {depth}" + ", saved again" * again
                 resumed = continue_program(
-                    program,
-                    position,
-                    f"{folder}/{number}-{depth}",
-                    method=method,
-                    order=order,
-                    depth=depth,
-                    saves=later,
-                    again=again,
+                    program, saved, f"{folder}/a", depth=depth, saves={1}, again=again, **options
                 )
-                assert resumed.events == wanted, where + ", saved again" * again
+                assert resumed.events == wanted, where
                 for second in resumed.positions:
                     if second.allows(method, order, None):
-                        once_more = continue_program(
-                            program, second, f"{folder}/twice", method=method, order=order, seed=5
-                        )
-                        assert once_more.events == resumed.after(second), f"{where}, and later"
+                        later = continue_program(program, second, f"{folder}/b", **options)
+                        assert later.events == resumed.after(second), f"{where}, and later"
 
 
 IN_ORDER, GENERATOR = Data("in order", 4, 1), Data("generator", 6, 2)
@@ -644,41 +616,27 @@ PROGRAMS = {
         "dropped": (Manual(0, (Advance(0), Save(), Advance(0), Save())),),
     }.items()
 }  # fmt: skip
-ORDERS = ["inner first", "outer first"]
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "order"), pairwise_params({"name": list(PROGRAMS), "method": METHODS, "order": ORDERS})
-)
-def test_a_program_continues_from_every_save(name, method, order, tmp_path):
-    check_interruptions(PROGRAMS[name], method, order, str(tmp_path))
-
-
 WITH_WORKERS = {
     # Workers that persist keep their seed, and get the number of the epoch.
-    "a loop that skips batches": Program(
+    "persistent workers of a loop that skips batches": Program(
         (Data("stream", 2, 1, workers=1, persistent=True),),
         (Loop((0,), (Draw(),)), Save(), Loop((0,), (Save(), Draw()), skip=1), Loop((0,), (Save(), Draw()))),
     ),
-    "a number of the epoch": Program(
+    "persistent workers with the number of the epoch": Program(
         (Data("in order", 2, 1), Data("stream of the epoch", 2, 1, workers=1, persistent=True)),
         (Loop((0,), (Loop((1,), (Save(),)),)), Save()),
     ),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        # Each program in `make test-slow` with half of the methods.
-        pytest.param(name, method, marks=[pytest.mark.full] * ((at + number) % 2))
-        for at, name in enumerate(WITH_WORKERS)
-        for number, method in enumerate(METHODS)
-    ],
+    "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["in turn", "every way"]
 )
-def test_a_program_with_persistent_workers_continues_from_every_save(name, method, tmp_path):
-    check_interruptions(WITH_WORKERS[name], method, "inner first", str(tmp_path))
+@pytest.mark.parametrize(
+    "name", [*PROGRAMS, *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_WORKERS)]
+)
+def test_a_program_continues_from_every_save(name, every, tmp_path):
+    check_interruptions((PROGRAMS | WITH_WORKERS)[name], str(tmp_path), every=every)
 
 
 READ_AGAIN = pytest.mark.xfail(
@@ -688,15 +646,50 @@ READ_AGAIN = pytest.mark.xfail(
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(method, marks=[] if method in {"resume", "stateful"} else READ_AGAIN)
-        for method in METHODS
-    ],
+    [*IN_TURN, *(pytest.param(method, marks=READ_AGAIN) for method in METHODS if method not in IN_TURN)],
 )
 def test_random_numbers_of_a_stateful_stream_continue_with_every_method(method, tmp_path):
     loader = Data("stateful stream", 4, 1, augmented=True)
     program = Program((loader,), (Loop((0,), (Save(),)), Draw(), Loop((0,))))
-    check_interruptions(program, method, "inner first", str(tmp_path))
+    check_interruptions(program, str(tmp_path), [method])
+
+
+ON_RANKS = Program(
+    (Data("generator", 6, 2), Data("in order", 4, 2)),
+    (Loop((0,), (Save(), Loop((1,), (Save(),), stop=1), Save())), Loop((1,)), Loop((0,))),
+)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_program_continues_on_another_world_size(clusters, before, after, method):
+    check_world_sizes(clusters[before], clusters[after], ON_RANKS, method)
+
+
+def check_world_sizes(before, after, program, method, draw=None):
+    """Interrupt a program on some ranks and continue it on others, at every save or at one that `draw` chooses.
+
+    All ranks gather the batches, so that the order of the samples over all ranks is compared.
+    """
+    options = {"method": method, "gather": True}
+    with tempfile.TemporaryDirectory() as folder:
+        expected, *others = before.run(_run_program, program, f"{folder}/1", options)
+        assert all(other.events == expected.events for other in others)
+        positions = [each for each in expected.positions if each.allows(method, "inner first", None)]
+        if draw is not None:
+            assume(positions and expected.num_saves < 10 and len(expected.events) < 300)
+            positions = [draw(st.sampled_from(positions))]
+        for position in positions:
+            for resumed in after.run(_continue_program, program, position, f"{folder}/2", options):
+                assert resumed.events == expected.after(position)
+
+
+def _run_program(program, folder, options):
+    return run_program(program, folder, saves=None, **options)
+
+
+def _continue_program(program, position, folder, options):
+    return continue_program(program, position, folder, **options)
 
 
 # Generated programs -------------------------------------------------------------------------
@@ -708,13 +701,6 @@ class Features:
 
     kinds: tuple[str, ...] = (*ORDERED, *STREAMS)
     workers: tuple[int, ...] = (0,)
-    zips: bool = True
-    manual: bool = True
-    early: bool = True
-    """Loops that are left before their end."""
-    nested: bool = True
-    skips: bool = True
-    endless: bool = True
     augmented: bool = True
     """Samples with random numbers, which are others on another number of processes."""
     augmented_streams: bool = True
@@ -744,14 +730,12 @@ def build_data(draw, features):
 
 
 @st.composite
-def build_block(draw, features, free, manual, depth):  # noqa: C901
+def build_block(draw, features, free, manual, depth):
     statements = []
     for _ in range(draw(st.integers(1, 3))):
         kinds = ["save", "draw"]
-        if depth < (3 if features.nested else 1) and free:
-            kinds += ["loop", "loop"] + ["set_epoch"] * (depth == 0)
-            if features.manual:
-                kinds += ["manual"]
+        if depth < 3 and free:
+            kinds += ["loop", "loop", "manual"] + ["set_epoch"] * (depth == 0)
         if manual:
             kinds += ["advance"]
         match draw(st.sampled_from(kinds)):
@@ -767,7 +751,7 @@ def build_block(draw, features, free, manual, depth):  # noqa: C901
                 loader = draw(st.sampled_from(free))
                 others = [other for other in free if other != loader]
                 body = draw(build_block(features, others, [*manual, loader], depth))
-                statements.append(Manual(loader, body, features.endless and draw(st.booleans())))
+                statements.append(Manual(loader, body, draw(st.booleans())))
             case "loop":
                 statements.append(draw(build_loop(features, free, manual, depth)))
     return tuple(statements)
@@ -777,17 +761,17 @@ def build_block(draw, features, free, manual, depth):  # noqa: C901
 def build_loop(draw, features, free, manual, depth):
     loaders = (draw(st.sampled_from(free)),)
     others = [other for other in free if other not in loaders]
-    if features.zips and others and draw(st.booleans()):
+    if others and draw(st.booleans()):
         loaders += (draw(st.sampled_from(others)),)
     others = [other for other in others if other not in loaders]
     return Loop(
         loaders,
         draw(build_block(features, others, manual, depth + 1)),
-        draw(st.none() | st.integers(1, 2)) if features.early else None,
+        draw(st.none() | st.integers(1, 2)),
         draw(st.sampled_from(["top", "bottom", "islice", "raise"])),
         draw(st.sampled_from(["", "enumerate", "generator"])),
-        draw(st.sampled_from([0, 0, 0, 1])) if features.skips else 0,
-        features.endless and len(loaders) > 1 and draw(st.booleans()),
+        draw(st.sampled_from([0, 0, 0, 1])),
+        len(loaders) > 1 and draw(st.booleans()),
     )
 
 
@@ -821,82 +805,45 @@ def settle(max_examples):
     )
 
 
-def some_methods(*methods):
-    """Return all methods, of which the others are for `make test-full`: a few programs run with each in `make test`."""
-    return [pytest.param(method, marks=[] if method in methods else [pytest.mark.full]) for method in METHODS]
-
-
-def check_generated_program(data, features, method):
+def check_generated_program(data, features):
     # A script that skips batches reads those before the save again, without its own draws between them.
-    in_turn = features.augmented_streams and method in {"resume", "stateful"}
-    features = replace(features, augmented_streams=in_turn)
-    program = data.draw(build_programs(features))
-    order = data.draw(st.sampled_from(ORDERS))
+    in_turn = data.draw(st.booleans())
+    program = data.draw(build_programs(replace(features, augmented_streams=in_turn)))
     note(f"{program}\n--")
     with tempfile.TemporaryDirectory() as folder:
-        check_interruptions(program, method, order, folder, lambda n: data.draw(st.integers(1, n)))
+        check_interruptions(program, folder, IN_TURN if in_turn else METHODS, draw=data.draw)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@settle(6)
-@given(st.data())
-def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(method, data):
-    check_generated_program(data, ALL, method)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", some_methods("resume", "stateful"))
-@settle(60)
-@given(st.data())
-def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(method, data):
-    check_generated_program(data, ALL, method)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", some_methods("resume"))
 @settle(8)
 @given(st.data())
-def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interrupted(method, data):
-    check_generated_program(data, replace(ALL, workers=(1, 2)), method)
+def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(data):
+    check_generated_program(data, ALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "dispatch"),
-    [
-        pytest.param(1, 2, False, id="1-2-"),
-        pytest.param(2, 1, True, id="2-1-dispatched"),
-        pytest.param(2, 2, True, id="2-2-dispatched"),
-        pytest.param(1, 2, True, id="1-2-dispatched", marks=pytest.mark.full),
-        pytest.param(2, 1, False, id="2-1-", marks=pytest.mark.full),
-        pytest.param(2, 2, False, id="2-2-", marks=pytest.mark.full),
-    ],
-)
-@settle(6)
+@settle(90)
 @given(st.data())
-def test_a_generated_program_continues_on_another_world_size(clusters, before, after, dispatch, data):
-    """All ranks gather the batches, so that the order of the samples over all ranks is compared."""
-    features = ALL if before == after else ON_ANY_WORLD_SIZE
+def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(data):
+    check_generated_program(data, ALL)
+
+
+@pytest.mark.slow
+@settle(10)
+@given(st.data())
+def test_generated_programs_with_workers_continue_as_if_they_had_not_been_interrupted(data):
+    check_generated_program(data, replace(ALL, workers=(1, 2)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@settle(5)
+@given(st.data())
+def test_a_generated_program_continues_on_another_world_size(clusters, before, after, data):
+    features = ON_ANY_WORLD_SIZE
     if before == after:
-        kinds = tuple(kind for kind in features.kinds if kind != "batch sampler" and "split" not in kind)
-        features = replace(features, even=True, kinds=kinds)
-    program = replace(data.draw(build_programs(features)), dispatch=dispatch)
-    note(f"{program}\n--")
+        kinds = tuple(kind for kind in ALL.kinds if kind != "batch sampler" and "split" not in kind)
+        features = replace(ALL, even=True, kinds=kinds)
+    program = replace(data.draw(build_programs(features)), dispatch=data.draw(st.booleans()))
     method = data.draw(st.sampled_from(METHODS))
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"method": method, "gather": True}
-        expected, *others = clusters[before].run(_run_program, program, f"{folder}/1", options)
-        assert all(other.events == expected.events for other in others)
-        assume(0 < expected.num_saves < 10 and len(expected.events) < 300)
-        position = data.draw(st.sampled_from(expected.positions))
-        assume(position.allows(method, "inner first", None))
-        for resumed in clusters[after].run(_continue_program, program, position, f"{folder}/2", options):
-            assert resumed.events == expected.after(position)
-
-
-def _run_program(program, folder, options):
-    return run_program(program, folder, saves=None, **options)
-
-
-def _continue_program(program, position, folder, options):
-    return continue_program(program, position, folder, **options)
+    note(f"{program}\nmethod {method}\n--")
+    check_world_sizes(clusters[before], clusters[after], program, method, data.draw)

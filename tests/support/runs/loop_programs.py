@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import random
 import warnings
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -490,7 +491,7 @@ class _Run:
     program: Program
     method: Method
     folder: str
-    saves: frozenset[int] | None
+    saves: AbstractSet[int] | None
     """The numbers of the saves that are made; None: all."""
     abandon: tuple[int, int] | None = None
     """The number of a save after which inner loops are abandoned, and the number of loops that continue."""
@@ -694,7 +695,7 @@ def run_program(  # noqa: PLR0913
     folder: str,
     *,
     method: Method = "resume",
-    saves: frozenset[int] | None = frozenset(),
+    saves: AbstractSet[int] | None = frozenset(),
     abandon: tuple[int, int] | None = None,
     gather: bool = False,
 ) -> Recording:
@@ -721,7 +722,7 @@ def continue_program(  # noqa: PLR0913
     method: Method = "resume",
     order: Order = "inner first",
     depth: int | None = None,
-    saves: frozenset[int] | None = frozenset(),
+    saves: AbstractSet[int] | None = frozenset(),
     again: bool = False,
     seed: int = 2,
     gather: bool = False,
