@@ -586,8 +586,9 @@ class _Run:
         start = path[0].readers[0] if path else None
         reader = _Reader(self, statement.loader, 0, endless=statement.endless, start=start)
         self._frames.append(_Manual(statement, reader))
-        del reader
         self.run_block(statement.body, path[1:])
+        # As `del` in a script: the traceback of an exception that has left a loop may keep the reader.
+        reader.drop()
         self._frames.pop()
 
     def _run_loop(self, loop, path):
