@@ -821,7 +821,7 @@ def test_a_generated_program_continues_as_if_it_had_not_been_interrupted(data):
 
 
 @pytest.mark.slow
-@settle(90)
+@settle(45)
 @given(st.data())
 def test_many_generated_programs_continue_as_if_they_had_not_been_interrupted(data):
     check_generated_program(data, ALL)
