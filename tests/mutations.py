@@ -407,7 +407,7 @@ MUTATIONS = (
     Mutation(
         "resume offset",
         "accel_runtime.data.loader:PreparedLoader._begin_epoch",
-        force_condition("offset", False),
+        force_condition("is_at_start", False),
         ("tests/runtime/data/test_resume.py::test_skip_first_batches_after_loading_a_state_skips_once",),
     ),
     Mutation(
@@ -452,8 +452,8 @@ MUTATIONS = (
     ),
     Mutation(
         "gradient of a padded batch",
-        "accel_runtime.data.sharding:loss_scale",
-        return_value("1.0"),
+        "accel_runtime.foundation.epoch_progress:StepInfo.weigh_for",
+        return_value("self"),
         (
             "tests/runtime/test_training_equality.py::test_training_equals_that_of_one_process_also_after_a_resume_within_a_cycle",
         ),

@@ -26,17 +26,6 @@ class Promise:
 
 GUARANTEES = (
     Promise(
-        "Global batch size",
-        "With global_batch_size, each optimizer step has the samples, the loss and the gradients of one process, at any world size.",
-        (
-            "tests/runtime/data/test_global_batches.py::test_cycles_are_the_batches_of_one_process_in_as_few_equal_steps_as_possible",
-            "tests/runtime/data/test_global_batches.py::test_weights_of_a_cycle_give_the_mean_over_its_samples",
-            "tests/runtime/data/test_global_batches.py::test_a_run_that_continues_on_another_number_of_ranks_has_the_rest_of_the_same_cycles",
-            "tests/runtime/data/test_global_batches.py::test_training_equals_one_process_after_changes_of_the_world_size",
-        ),
-        "divisor of a part of a global batch",
-    ),
-    Promise(
         "Same samples, same order",
         "The order of an epoch is the order that the unprepared loader draws on one process.",
         (
@@ -94,6 +83,17 @@ GUARANTEES = (
             "tests/runtime/test_accelerator.py::test_training_with_split_batches_equals_a_plain_loop_on_one_process",
         ),
         "batch size of one process",
+    ),
+    Promise(
+        "Global batch size",
+        "With global_batch_size, each optimizer step has the samples, the loss and the gradients of one process, at any world size.",
+        (
+            "tests/runtime/data/test_global_batches.py::test_cycles_are_the_batches_of_one_process_in_as_few_equal_steps_as_possible",
+            "tests/runtime/data/test_global_batches.py::test_weights_of_a_cycle_give_the_mean_over_its_samples",
+            "tests/runtime/data/test_global_batches.py::test_a_run_that_continues_on_another_number_of_ranks_has_the_rest_of_the_same_cycles",
+            "tests/runtime/data/test_global_batches.py::test_training_equals_one_process_after_changes_of_the_world_size",
+        ),
+        "divisor of a part of a global batch",
     ),
     Promise(
         "Learning rates",

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from typing_extensions import override
 
 from accel_runtime.accelerator.options import OptionFacts
@@ -19,6 +17,7 @@ from accel_runtime.environment.settings import Settings, flatten_settings
 from accel_runtime.environment.topology import DataRank
 from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
+from accel_runtime.foundation.torch_internals import BatchNorm
 from accel_runtime.parallel.dtensor import class_of
 from accel_runtime.parallel.strategy import ModelLayout
 
@@ -38,6 +37,8 @@ __all__ = [
     "loader_facts",
     "model_facts",
 ]
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,8 @@ def describe_run(run: Run) -> Description:
 def describe_division(models: Iterable[nn.Module]) -> str:
     """Return which parts of models depend on the division of a batch among micro-batches and processes; empty if none does."""
     modules = {id(module): module for model in models for module in model.modules()}.values()
-    norms = sorted({class_of(each) for each in modules if isinstance(each, _BatchNorm)})
-    drops = sorted({class_of(each) for each in modules if isinstance(each, _DropoutNd) and each.p})
+    norms = sorted({class_of(each) for each in modules if isinstance(each, BatchNorm)})
+    drops = sorted({class_of(each) for each in modules if isinstance(each, _DROPOUTS) and each.p})
     parts = []
     if norms:
         parts.append(f"{', '.join(norms)} has the statistics of a micro-batch")
@@ -276,6 +277,11 @@ def model_facts(
 def loader_facts(loader: PreparedLoader[Any], data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
     """Describe a prepared loader."""
     is_sized = loader.source_batch_size is not None
+    global_batch = loader.local_batch_size * data_rank.world_size if is_sized else None
+    micro_batches, samples_a_step = loader.steps_per_cycle, loader.total_batch_size if is_sized else None
+    if not loader.counts_samples:
+        micro_batches = accumulation_steps
+        samples_a_step = global_batch * micro_batches if global_batch else None
     return LoaderFacts(
         dataset=type(loader.dataset).__name__,
         samples=len_or_none(loader.dataset),
@@ -284,9 +290,9 @@ def loader_facts(loader: PreparedLoader[Any], data_rank: DataRank, accumulation_
         batch_size=loader.local_batch_size if is_sized else None,
         parts=data_rank.world_size,
         ranks_a_part=data_rank.model_parallel_size,
-        global_batch=loader.local_batch_size * data_rank.world_size if is_sized else None,
-        micro_batches=loader.steps_per_cycle if loader.counts_samples else accumulation_steps,
-        samples_a_step=loader.total_batch_size * accumulation_steps if is_sized else None,
+        global_batch=global_batch,
+        micro_batches=micro_batches,
+        samples_a_step=samples_a_step,
         counts_samples=loader.counts_samples,
         end=loader.end,
     )

@@ -74,6 +74,7 @@ def test_a_run_is_described_as_plain_data(ranks):
             "precision": description["precision"],
             "accumulation_steps": 4,
             "gradients": description["gradients"],
+            "depends_on_division": "",
             "models": [
                 {
                     "name": "Linear",
@@ -100,7 +101,9 @@ def test_a_run_is_described_as_plain_data(ranks):
                     "parts": ranks.size,
                     "ranks_a_part": 1,
                     "global_batch": 2 * ranks.size,
+                    "micro_batches": 4,
                     "samples_a_step": 8 * ranks.size,
+                    "counts_samples": False,
                     "end": description["loaders"][0]["end"],
                 }
             ],
@@ -192,6 +195,7 @@ def test_the_origin_of_an_option_is_an_argument_a_variable_or_the_default(monkey
         "process_group_timeout": (1800, "default"),
         "log_level": ("warning", "ACCEL_LOG_LEVEL"),
         "gradient_accumulation_steps": (1, "default"),
+        "global_batch_size": ("none", "default"),
         "resume": (False, "default"),
         "measure_flops": (False, "default"),
         "check_replay": ("never", "default"),
@@ -242,10 +246,13 @@ CHANGES = {
     "loaders.batch_size": {"batch": 4},
     "loaders.global_batch": {"batch": 4},
     "loaders.samples_a_step": {"options": {"gradient_accumulation_steps": 3}},
+    "loaders.micro_batches": {"options": {"gradient_accumulation_steps": 3}},
+    "loaders.counts_samples": {"options": {"global_batch_size": 6}},
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
-TOPOLOGY_FIELDS = {"processes", "device", "strategy"}
-"""Fields that depend on the number of processes or the device: tested above, and in tests/extensions/xla/device."""
+OTHER_FIELDS = {"processes", "device", "strategy", "depends_on_division"}
+"""Fields that depend on the number of processes or the device: tested above, and in tests/extensions/xla/device; or on the layers of
+a model with global batches: tested in tests/runtime/data/test_global_batches.py."""
 
 
 def read_path(data, path):
@@ -267,7 +274,7 @@ def test_a_field_changes_when_the_run_changes(pair, path):
 
 def test_every_field_of_the_description_is_tested():
     read_description = {f.name for f in dataclasses.fields(Description)}
-    assert read_description == {path for path in CHANGES if "." not in path} | TOPOLOGY_FIELDS
+    assert read_description == {path for path in CHANGES if "." not in path} | OTHER_FIELDS
 
 
 @pytest.mark.parametrize(
