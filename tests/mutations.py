@@ -605,6 +605,20 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "tokens of a batch",
+        "accel_runtime.data.active_loops:ActiveLoops.find_weight",
+        return_value("None"),
+        (
+            "tests/runtime/data/test_token_batches.py::test_training_equals_one_process_with_the_mean_over_tokens",
+        ),
+    ),
+    Mutation(
+        "cost of a batch of tokens",
+        "accel_runtime.data.token_batches:_cut",
+        replace_argument("min", 0, "1 + bound // longest_first[begin]"),
+        ("tests/runtime/data/test_token_batches.py::test_every_sample_is_in_one_batch_within_the_budget",),
+    ),
+    Mutation(
         "weight that stays on the device",
         "accel_runtime.training.gradients:LossWeight.build",
         force_condition("type", False),

@@ -114,6 +114,18 @@ GUARANTEES = (
         "weight of a loss",
     ),
     Promise(
+        "Token-balanced batches",
+        "With max_tokens, every sample is in one batch an epoch within the budget, all processes take the same number of steps, and "
+        "gradients are the mean over all tokens of a step.",
+        (
+            "tests/runtime/data/test_token_batches.py::test_every_sample_is_in_one_batch_within_the_budget",
+            "tests/runtime/data/test_token_batches.py::test_steps_have_each_sample_once_on_any_world_size_from_any_offset",
+            "tests/runtime/data/test_token_batches.py::test_training_equals_one_process_with_the_mean_over_tokens",
+            "tests/runtime/data/test_token_batches.py::test_a_training_resumes_on_another_world_size",
+        ),
+        "tokens of a batch",
+    ),
+    Promise(
         "Mixed precision",
         "Set no, bf16 or fp16 in the profile or in Accelerator(mixed_precision=...).",
         (

@@ -229,7 +229,11 @@ class Preparation:
             presharded=data == "sharded",
         )
         self._check_consistent([data_loader], options)
+        recorded = self._run.loops.records_batches
         prepared = prepare_loader(data_loader, self._run.backend, self._run.loops, options)
+        if self._run.loops.records_batches and not recorded:
+            for model in self._run.prepared.models:
+                self._run.strategy.observe_inputs(model, self._run.loops.model_inputs)
         self._run.prepared.add_loader(prepared)
         return prepared
 
@@ -316,7 +320,7 @@ class Preparation:
 
     def _add_model(self, prepared: nn.Module, *, is_trained: bool) -> None:
         """Register a prepared model; one that was unwrapped and prepared again replaces its earlier wrapper."""
-        if self._run.loops.has_padding:
+        if self._run.loops.records_batches:
             self._run.strategy.observe_inputs(prepared, self._run.loops.model_inputs)
         self._run.checks.add_model(prepared, is_trained=is_trained)
         size = self._run.accumulation.global_batch_size

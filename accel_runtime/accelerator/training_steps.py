@@ -162,6 +162,8 @@ class TrainingSteps:
             if self._global_batches is not None:
                 self._global_batches.begin_backward()
             loss_scale = self._run.loops.find_loss_scale()
+        if weight is None and self._run.loops.has_weights:
+            weight = self._run.loops.find_weight()
         if checks.is_active:
             checks.begin_backward()
         try:
@@ -208,6 +210,9 @@ class TrainingSteps:
             if self._global_batches is not None:
                 self._global_batches.begin_backward()
             loss_scale = self._run.loops.find_loss_scale() if self._weighs_losses else 1.0
+            items = (
+                self._run.loops.find_weight() if weight is None and self._run.loops.has_weights else weight
+            )
             if self._progress is not None:
                 self._progress.backwards += 1
             if self._checks.is_active:
@@ -218,13 +223,13 @@ class TrainingSteps:
                 loss = run(scale)
 
             try:
-                self._run.gradients.run_backward(dtype, weight, loss_scale, run_once)
+                self._run.gradients.run_backward(dtype, items, loss_scale, run_once)
             except RuntimeError as error:
                 if (explained := self._strategy.explain_error(error, "forward_backward()")) is not error:
                     raise explained from error
                 raise
             if self._accumulation.num_backward >= self._checks.next_pass:
-                self._checks.end_backward(loss, weight)
+                self._checks.end_backward(loss, items)
             return loss
 
         training_pass = TrainingPass(

@@ -99,6 +99,7 @@ def _loader_facts(loader: DataLoader[Any], options: LoaderOptions) -> Facts:
         "dispatch_batches": options.dispatch,
         "use_seedable_sampler": options.seeded,
         "data_seed": options.seed,
+        **({} if options.budget is None else options.budget._asdict()),
     }
     if options.presharded:
         return facts

@@ -300,7 +300,7 @@ class ActiveLoops:
     def __init__(self, rank: int, *, has_padding: bool, peers: WeakSet[ActiveLoops] | None = None) -> None:
         self._rank = rank
         self.has_padding = has_padding
-        """If false, batches need not be recorded."""
+        """If false, no batch has padding."""
         self.open_records: list[LoopRecord] = []
         """Running loops, the innermost last. Only `open` and `close` change the list, in place."""
         self._finished: deque[LoopRecord] = deque(maxlen=_MAX_RECENT)
@@ -310,6 +310,8 @@ class ActiveLoops:
         """Called before each forward pass of a prepared model."""
         self.scaled: list[weakref.ref[torch.Tensor]] = next((each.scaled for each in peers or ()), [])
         """Tensors of batches whose loss has another weight than 1, shared by all peers."""
+        self.has_weights: bool = any(each.has_weights for each in peers or ())
+        """If true, batches have tokens, by which their losses are weighted. Only `expect_weights` sets it, also for all peers."""
         self._continued_depth: float = math.inf
         self.loaders: WeakSet[LoadedIterations] = WeakSet()
         """What the loaders of these loops have loaded."""
@@ -391,6 +393,24 @@ class ActiveLoops:
         info = self._find_model_step() or info
         return 1.0 if info is None else info.loss_scale
 
+    @property
+    def records_batches(self) -> bool:
+        """Return whether batches are recorded, so that the step that a loss was computed from is found."""
+        return self.has_padding or self.has_weights
+
+    def expect_weights(self) -> None:
+        """Record that batches have tokens, by which losses are weighted."""
+        for loops in {self, *(self._peers or ())}:
+            loops.has_weights = True
+
+    def find_weight(self) -> int | None:
+        """Return the tokens of this rank in the step that a prepared model computed on last, or in the newest step.
+
+        None if its batches have none, and outside of all loops.
+        """
+        info = self._find_model_step() or self.current_step
+        return info.tokens[self._rank] if info is not None and info.tokens else None
+
     def open(self, record: LoopRecord) -> None:
         """Add a loop; `record_batch` and `close` take its record."""
         self.open_records.append(record)
@@ -420,7 +440,7 @@ class ActiveLoops:
                 other.num_batches_at_end = other.loop.num_batches
         record.loop = None
         self.model_inputs.forget()
-        if finished and self.has_padding:
+        if finished and self.records_batches:
             self._finished.append(record)
 
     def find_steps(self, data: Any, batch: Any = None) -> Sequence[StepInfo]:

@@ -542,7 +542,7 @@ class IterableSource(Source[StreamState]):
         return broadcast_from_first(current if saved == current else saved, self._backend)
 
     @override
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         if not hasattr(self._loader.dataset, "__len__"):
             kind = type(self._loader.dataset).__name__
             raise TypeError(

@@ -46,8 +46,10 @@ from accel_runtime.data.state import (
     PreshardedState,
     SourceState,
 )
+from accel_runtime.data.token_batches import LengthOf, TokenBatchSampler
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
+from accel_runtime.foundation.options import TokenBudget
 from accel_runtime.foundation.prepared_object import PreparedObject
 from accel_runtime.foundation.torch_internals import TORCH, copy_attributes, copy_loader
 from accel_runtime.observe.call_sites import call_site
@@ -80,6 +82,12 @@ class LoaderOptions:
     """If true, the script has sharded the data: each rank's loader has those of this rank only."""
     seeded: bool = False
     """If true, shuffled orders are drawn in every epoch from the seed and the epoch's number only."""
+    budget: TokenBudget | None = None
+    """Budget of tokens of a batch; None keeps the batches of the script."""
+    length: LengthOf | None = None
+    """Length of the samples, by which they are packed, or their padding is estimated."""
+    padding: float | None = None
+    """Estimated share of padding in the batches of the script; None if lengths are unknown."""
     seed: int | None = None
     """Seed of shuffled orders; None is torch's initial seed."""
     put_on_device: bool = True
@@ -150,10 +158,11 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         device, non_blocking = self._backend.device, self._non_blocking
         put_on_device = self._options.put_on_device
         is_on_device = nested.build_device_check(device)
-        record_batch = self._loops.record_batch if self._loops.has_padding else None
+        record_batch = self._loops.record_batch if self._loops.records_batches else None
         progress, counts = heartbeat(), None
         if progress is not None:
-            counts = progress.begin_epoch(LoaderEpoch(running.epoch, state.num_batches, self._epoch_length))
+            length = self._find_epoch_length(running.epoch)
+            counts = progress.begin_epoch(LoaderEpoch(running.epoch, state.num_batches, length))
         finished = False
         try:
             for batch in self._iterate_batches(running, state.source, num_replayed):
@@ -195,6 +204,9 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         """Count the samples and tokens in the batches of all ranks, without padding samples."""
         if step is not None:
             counts.samples += sum(step.num_valid)
+            if step.tokens:
+                counts.tokens += sum(step.tokens)
+                return
         if (count_tokens := self._options.count_tokens) is not None:
             counts.tokens += self._backend.data_rank.world_size * count_tokens(batch)
 
@@ -245,14 +257,19 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
     @override
     def __len__(self) -> int:
         """Return the number of steps; the same on every rank."""
-        return max(self._source.num_steps() - self._skip, 0)
+        return max(self._source.num_steps(self.epoch) - self._skip, 0)
 
-    @property
-    def _epoch_length(self) -> int:
+    def _find_epoch_length(self, epoch: int) -> int:
         """Return the number of steps of a whole epoch; 0 if it is unknown."""
         with suppress(Exception):  # a length that only the heartbeat reads must not end the script
-            return self._source.num_steps()
+            return self._source.num_steps(epoch)
         return 0
+
+    @property
+    def token_batches(self) -> TokenBatchSampler | None:
+        """Return the sampler of batches by a budget of tokens; None without `max_tokens`."""
+        batches = self.batch_sampler
+        return batches if isinstance(batches, TokenBatchSampler) else None
 
     @property
     def epoch(self) -> int:
@@ -324,8 +341,17 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         return -(-size // (batch_size * self._backend.data_rank.world_size))
 
     @property
-    def end(self) -> str:  # noqa: PLR0911 - one for each kind of end
-        """Return how the end of an epoch is handled, as text."""
+    def end(self) -> str:
+        """Return how the end of an epoch is handled, and the padding of batches as far as it is known, as text."""
+        padding = self._options.padding
+        known = (
+            ""
+            if padding is None
+            else f"; about {padding:.1%} padding if batches are padded to their longest sample"
+        )
+        return f"{self._describe_end()}{known}"
+
+    def _describe_end(self) -> str:  # noqa: PLR0911 - one for each kind of end
         if self._options.global_batch_size is not None:
             return (
                 "an incomplete global batch is left out"
@@ -334,6 +360,8 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
             )
         if self._options.presharded:
             return "each process has its own data; a process without a batch left gets padding without weight"
+        if self.token_batches is not None:
+            return self._describe_tokens(self.token_batches)
         is_single = self._backend.data_rank.world_size == 1
         if is_single and (self.drop_last or not self._backend.runtime.static_shapes):
             return "no padding"
@@ -342,9 +370,21 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         if not self._options.even_batches:
             split = "the last batch is split evenly, gradients are weighted by samples"
             return "the last batch is not padded, so its shape differs" if is_single else split
-        if self.source_batch_size is None and not self._backend.runtime.static_shapes:
-            return "batches keep their sizes; a missing one at the end is padding without weight"
-        return f"the last batch is padded from the start{self._describe_padding()}"
+        keeps_sizes = self.source_batch_size is None and not self._backend.runtime.static_shapes
+        padded = f"the last batch is padded from the start{self._describe_padding()}"
+        return (
+            "batches keep their sizes; a missing one at the end is padding without weight"
+            if keeps_sizes
+            else padded
+        )
+
+    def _describe_tokens(self, batches: TokenBatchSampler) -> str:
+        text = f"up to {batches.budget.max_tokens:,} tokens each"
+        if batches.budget.padded and batches.is_known:
+            text += f", {batches.find_padding(self.epoch):.1%} padding"
+        if self._backend.data_rank.world_size == 1:
+            return text
+        return f"{text}; a missing one at the end is padding without weight"
 
     def _describe_padding(self) -> str:
         num_steps, num_samples = len_or_none(self), len_or_none(self.sampler)
@@ -393,6 +433,9 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         if isinstance(self.dataset, IterableDataset):
             return LoadedData(dataset)
         batches = sampler_of_loader(self)
+        if isinstance(batches, TokenBatchSampler):
+            num_samples = len_or_none(self.dataset)
+            return LoadedData(dataset, num_samples, batches.description, None, self._options.seeded)
         sampler = batches.sampler if type(batches) is BatchSampler else batches
         is_of_torch = type(sampler).__module__ == Sampler.__module__
         return LoadedData(
@@ -461,6 +504,7 @@ class PreparedLoader(DataLoader[_T], PreparedObject):  # type: ignore[misc] # of
         state = state.move_to(position)
         if self._backend.topology.rank == 0:
             self._warn_of_other_data(state.data, within_epoch=not all(each.ended for each in state.running))
+        self._source.restore(state.next_epoch)
         self._progress.restore(state.adapt_random(restored=random_restored))
 
     def _warn_of_other_data(self, saved: LoadedData, *, within_epoch: bool) -> None:

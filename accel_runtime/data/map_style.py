@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, cycle, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils.data import (
@@ -43,6 +43,7 @@ from accel_runtime.data.source import (
     yields_single_samples,
 )
 from accel_runtime.data.state import MapStyleState
+from accel_runtime.data.token_batches import TokenBatchSampler
 from accel_runtime.environment.text import encode_text
 from accel_runtime.environment.topology import Topology
 from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
@@ -130,14 +131,17 @@ class MapStyleSource(Source[MapStyleState]):
             random.restore_generators(self._generators)
         order = self._order
         offset, cycle_offset, fingerprint = start.offset, start.cycle_offset, start.fingerprint
+        num_items: int | None = None
         is_saved = start.random is not None
         persist = start.workers_persist if is_saved else self._workers_persist
         seed = order.seed if start.seed is None else start.seed
         begun = MapStyleState(True, start.offset, random, seed=seed, workers_persist=persist)
 
+        pending: deque[_PendingBatch] | None = None
+
         def state_at(info: StepInfo | None) -> MapStyleState:
             if info is not None and info.is_last:
-                length = len_or_none(order.source)
+                length = len_or_none(order.source) if num_items is None else num_items
                 return replace(begun, offset=offset if length is None else length)
             state = replace(begun, offset=offset, fingerprint=fingerprint)
             return state if info is None else state.enter_cycle(cycle_offset, info.cycle)
@@ -158,10 +162,10 @@ class MapStyleSource(Source[MapStyleState]):
             )
         )
         iterator = self._start_iteration(start, epoch_rng, drawn=persist)
-        pending: deque[_PendingBatch] | None = None
         for batch in iterator:
             # Not before the first batch: a subclass may begin its iteration as late as that.
-            pending = order.pending if pending is None else pending
+            if pending is None:
+                pending, num_items = order.pending, order.num_planned
             step_info, fingerprint, offset, cycle_offset = pending.popleft()
             progress.advance(step_info)
             yield batch
@@ -211,8 +215,13 @@ class MapStyleSource(Source[MapStyleState]):
             return iter(self.inner)
 
     @override
-    def num_steps(self) -> int:
-        return len(self._order) // len(self._order.ranks)
+    def restore(self, next_epoch: MapStyleState) -> None:
+        if next_epoch.seed is not None:
+            self._order.set_seed(next_epoch.seed)
+
+    @override
+    def num_steps(self, epoch: int) -> int:
+        return self._order.num_steps(epoch)
 
     @override
     def next_epoch(self) -> MapStyleState:
@@ -294,10 +303,20 @@ class EpochOrder(Sampler[Any]):
         self._backend = backend
         self._single = yields_single_samples(loader)
         self._has_samples = is_batch_sampler or self._single
+        self._tokens = source if isinstance(source, TokenBatchSampler) else None
+        self._plan_fingerprint: int | None = None
+        self.num_planned: int | None = None
+        """Number of batches in the epoch of the newest iterator, if they were all packed with its first step."""
 
     def begin(self, start: EpochStart) -> None:
         """Set the start of the next iterator."""
         self._start, self.seed = start, start.seed
+
+    def set_seed(self, seed: int) -> None:
+        """Set the seed of shuffled orders, which is that of a loaded state."""
+        self.seed = seed
+        if self._tokens is not None:
+            self._tokens.set_seed(seed)
 
     @contextmanager
     def override_padding(self, *, pad_last: bool) -> Iterator[None]:
@@ -317,6 +336,8 @@ class EpochOrder(Sampler[Any]):
     @property
     def draws_from(self) -> tuple[str, ...]:
         """Return the global generators that may be drawn from, a subset of `rng.KINDS`."""
+        if self._tokens is not None:
+            return () if self._tokens.is_known else KINDS
         if type(self.source) is SequentialSampler:
             return ()
         return ("torch",) if type(self.source) in _TORCH_SAMPLERS else KINDS
@@ -324,7 +345,7 @@ class EpochOrder(Sampler[Any]):
     @property
     def is_independent_after_first_step(self) -> bool:
         """Return True if no step after the first draws from the global generators or needs the other ranks."""
-        compared = self._backend.topology.world_size > 1
+        compared = self._backend.topology.world_size > 1 or self._tokens is not None
         return self.draws_from != KINDS or (compared and len_or_none(self.source) is not None)
 
     @property
@@ -357,13 +378,22 @@ class EpochOrder(Sampler[Any]):
         after = sum(newest.step_info.num_valid[rank:])
         return start.batch_seed, newest.offset - after, 0 if newest.step_info.num_valid[rank] else rank
 
-    def __len__(self) -> int:
+    def num_steps(self, epoch: int) -> int:
+        """Return the steps of an epoch; raise TypeError if they are unknown."""
+        if self._tokens is not None:
+            if not self._tokens.is_known and self.num_planned is not None and epoch == self._start.epoch:
+                return self.sharding.num_steps(self.num_planned, self.stride)
+            num_batches = self._tokens.plan_known(self._tokens.seed, epoch).num_batches
+            return self.sharding.num_steps(num_batches, self.stride)
         if self.sharding.cycle_size is not None and self.sharding.batch_size is None:
             raise TypeError(
                 f"The number of steps is unknown: the batches of the {type(self.source).__name__} have no fixed size, and "
                 f"global_batch_size={self.sharding.cycle_size} divides them by samples. Count the steps."
             )
-        return self.sharding.num_steps(len(self.source), self.stride) * len(self.ranks)
+        return self.sharding.num_steps(len(self.source), self.stride)
+
+    def __len__(self) -> int:
+        return self.num_steps(self._start.epoch) * len(self.ranks)
 
     def skip(self, state: MapStyleState, steps: int) -> MapStyleState:
         """Return the state `steps` steps later; raise ValueError if that depends on batches that are not drawn yet."""
@@ -394,6 +424,8 @@ class EpochOrder(Sampler[Any]):
         slices: list[Any] = []
         offset, cycle_offset, stride = start.offset, start.cycle_offset, self.stride
         fingerprint = (start.fingerprint or 0) if self.draws_from == KINDS else None
+        if self._tokens is not None:
+            fingerprint = self._plan_fingerprint
         for samples, info in chain(first_step, steps):
             if info.cycle is None:
                 offset += stride
@@ -401,7 +433,7 @@ class EpochOrder(Sampler[Any]):
                 num_samples = sum(info.num_valid)
                 offset += num_samples if self._has_samples else sum(map(bool, info.num_valid))
                 cycle_offset = 0 if info.cycle.ends else cycle_offset + num_samples
-            if fingerprint is not None:
+            if fingerprint is not None and self._tokens is None:
                 fingerprint = _fingerprint_order(samples, fingerprint)
             if info is not last_info:
                 last_info, slices = info, self._slices(info)
@@ -420,6 +452,8 @@ class EpochOrder(Sampler[Any]):
         """Yield the steps of all ranks from the offset of an iteration on."""
         source, kind, offset = self.source, type(self.source), start.offset
         draws_alone = not self._backend.ranks_share_generators
+        if self._tokens is not None:
+            return self._iterate_planned(self._tokens, start)
         if not self._has_samples:
             order, head = self._split(self._draw(map(list, source), draws_at_once=start.draws_at_once), start)
             return self.sharding.group_batches(order, head, start.cycle_offset)
@@ -439,22 +473,40 @@ class EpochOrder(Sampler[Any]):
             samples, first_samples = self._split(drawn, start)
         return self.sharding.split_samples(samples, first_samples, start.cycle_offset)
 
+    def _iterate_planned(self, tokens: TokenBatchSampler, start: EpochStart) -> Iterator[Step]:
+        """Yield the steps over the batches of a budget of tokens, all of which are packed now."""
+        seed = start.seed or 0
+        if tokens.is_known:
+            plan = tokens.plan_known(seed, start.epoch)
+        else:
+            plan = tokens.plan(self._draw(tokens.sampler, draws_at_once=True), seed, start.epoch)
+        self.num_planned, self._plan_fingerprint = plan.num_batches, plan.fingerprint
+        if start.fingerprint not in {None, plan.fingerprint} and self._backend.topology.rank == 0:
+            _LOG.warning(
+                "The batches of max_tokens=%d cannot be continued exactly: the order or the lengths of the samples are not those of the "
+                "save. Samples may be repeated or left out in this epoch. Resume with the same data, lengths and options.",
+                tokens.budget.max_tokens,
+            )
+        for samples, info in self.sharding.group_batches(plan.iterate(start.offset)):
+            yield samples, tokens.count_tokens(cast("list[int]", samples), info)
+
     def _draw(self, items: Iterable[Any], *, draws_at_once: bool) -> Iterator[Any]:
         """Yield the first rank's items: a sampler of the script may draw from anything.
 
         All ranks draw many at a time, and they are sent only if the ranks differ. If they share the
         random number generators, the first draws for all.
         """
-        backend, length = self._backend, len_or_none(self.source)
+        source = self.source if self._tokens is None else self._tokens.sampler
+        backend, length = self._backend, len_or_none(source)
         if not draws_at_once and backend.topology.world_size == 1:
             yield from items
             return
         size = (self.stride * _LOOKAHEAD_STEPS if length is None else length) + 1
-        subject = f"the order of a {type(self.source).__name__} that is read {size} at a time"
-        source = iter(() if backend.ranks_share_generators and backend.topology.rank else items)
+        subject = f"the order of a {type(source).__name__} that is read {size} at a time"
+        iterator = iter(() if backend.ranks_share_generators and backend.topology.rank else items)
         is_complete = False
         while not is_complete:
-            drawn = list(islice(source, size))
+            drawn = list(islice(iterator, size))
             if backend.ranks_share_generators or not self._is_equal_on_ranks(drawn):
                 drawn = backend.broadcast_object(drawn, subject)
             yield from drawn

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
@@ -23,9 +23,11 @@ from accel_runtime.data.presharded import PreshardedSource
 from accel_runtime.data.sharding import sharding_of_loader
 from accel_runtime.data.source import Source, batch_size_of, sampler_of_loader, yields_single_samples
 from accel_runtime.data.state import MapStyleState, StreamState
+from accel_runtime.data.token_batches import LengthOf, TokenBatchSampler, estimate_padding, find_lengths
 from accel_runtime.environment.topology import DataRank, Topology
 from accel_runtime.foundation.epoch_progress import EpochProgress, StepInfo
-from accel_runtime.foundation.options import DataLoaderConfiguration
+from accel_runtime.foundation.options import DataLoaderConfiguration, changed_fields
+from accel_runtime.foundation.torch_internals import copy_loader
 from accel_runtime.observe.throughput import TokenCounter
 
 __all__ = [
@@ -41,13 +43,25 @@ _T = TypeVar("_T")
 
 
 def check_loader_configuration(config: DataLoaderConfiguration) -> None:
-    """Raise ValueError if there is a seed for an order that is not drawn from it.
+    """Raise ValueError for an option that has no effect without another one, such as a seed for an order that is not drawn from it.
 
     Assignments are not checked: of two fields that are assigned one after the other, either may be the first.
     """
-    if config.data_seed is not None and not config.use_seedable_sampler:
+    if config.data_seed is not None and not (config.use_seedable_sampler or config.max_tokens):
         raise ValueError(
             f"data_seed={config.data_seed} has no effect without use_seedable_sampler=True. Set it, or leave data_seed out."
+        )
+    if config.max_tokens is None:
+        changed = changed_fields(config).keys() & {"balance", "padded", "window"}
+        if changed:
+            raise ValueError(
+                f"Cannot prepare loaders with {', '.join(sorted(changed))}: without max_tokens, batches are those of the script. Set "
+                "max_tokens, or leave them out."
+            )
+    elif config.length is None:
+        raise ValueError(
+            f"Cannot prepare loaders with max_tokens={config.max_tokens}: the lengths of the samples are unknown. Set length to a function of "
+            "a sample, the name of a column, or the length of each sample."
         )
 
 
@@ -66,6 +80,8 @@ def loader_options(
         dispatch=bool(config.dispatch_batches),
         seeded=config.use_seedable_sampler,
         seed=config.data_seed,
+        budget=config.token_budget,
+        length=config.length,
         put_on_device=put_on_device,
         non_blocking=config.non_blocking,
         count_tokens=count_tokens,
@@ -84,11 +100,91 @@ def prepare_loader(
         )
     if options.presharded:
         _check_presharded_options(options)
+    if options.budget is not None:
+        loader, options = _build_token_batches(loader, backend, options)
+        loops.expect_weights()
+    elif options.length is not None:
+        options = replace(options, padding=_estimate_padding(loader, options.length, backend))
     if options.global_batch_size is not None:
         _check_global_batch_size(loader, backend, options.global_batch_size)
     if options.put_on_device:
         _check_batch_size(loader, backend.runtime.num_batch_shards)
     return PreparedLoader(loader, _build_source(loader, backend, options), backend, loops, options)
+
+
+def _build_token_batches(
+    loader: DataLoader[_T], backend: Backend, options: LoaderOptions
+) -> tuple[DataLoader[_T], LoaderOptions]:
+    """Return a copy of a loader with batches by a budget of tokens, and its options.
+
+    Raises:
+        ValueError: The loader has no samples with indices, or batches of its own; it cannot be combined with another option; or a sample
+            is longer than the budget.
+    """
+    budget, length = options.budget, options.length
+    assert budget is not None
+    assert length is not None
+    _check_token_loader(loader, backend, options)
+    seed = options.seed
+    if seed is None:
+        seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
+    lengths = find_lengths(loader.dataset, length, backend)
+    sampler: Any = loader.sampler
+    batches = TokenBatchSampler(sampler, lengths, budget, seed)
+    if batches.is_known:
+        batches.plan_known(seed, 0)  # a sample that is too long is an error now
+    copied = copy_loader(loader, batch_sampler=batches, batch_size=None)
+    return copied, replace(options, even_batches=False, seeded=True, seed=seed)
+
+
+def _estimate_padding(loader: DataLoader[Any], length: LengthOf, backend: Backend) -> float | None:
+    """Return the share of padding in the batches of the script, if each is padded to its longest sample; None without a batch size."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(  # noqa: TRY004 - the type of the loader is right
+            "Cannot measure the padding of this DataLoader: its dataset is a stream, whose samples have no indices. Leave out length."
+        )
+    lengths, size = find_lengths(loader.dataset, length, backend), batch_size_of(loader)
+    is_ordered = type(loader.sampler) is SequentialSampler
+    return None if size is None else estimate_padding(lengths, size, shuffled=not is_ordered)
+
+
+def _check_token_loader(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> None:
+    """Raise ValueError if the batches of a loader cannot be built by a budget of tokens."""
+    budget = options.budget
+    assert budget is not None
+    others = "Or assign accelerator.dataloader_config = DataLoaderConfiguration() before you prepare loaders with batches of their own."
+    problems = {
+        "its dataset is a stream, whose samples have no indices. Use a map-style dataset, or pack the stream itself.": isinstance(
+            loader.dataset, IterableDataset
+        ),
+        'batches are packed from the samples of the whole dataset, and with data="sharded" each process has its own. Leave out '
+        "data.": options.presharded,
+        "with dispatch_batches=True only the first process reads, and the lengths are measured by all. Set dispatch_batches=False.": (
+            options.dispatch
+        ),
+        "split_batches=True splits a global batch, and a batch of max_tokens is that of one process. Set split_batches=False.": (
+            options.split_batches
+        ),
+        "global_batch_size counts samples, and batches have a number of tokens. Leave out global_batch_size.": (
+            options.global_batch_size is not None
+        ),
+        f"it has a batch sampler of its own, a {type(loader.batch_sampler).__name__}. Pass its sampler. {others}": (
+            loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+        ),
+        f"batch_size={loader.batch_size} sets its batches. Leave out batch_size. {others}": (
+            type(loader.batch_sampler) is BatchSampler and loader.batch_size != 1
+        ),
+        f"batch_size=None yields single samples. Leave out batch_size. {others}": loader.batch_sampler
+        is None,
+        "drop_last=True drops samples, and here a missing batch at the end is padding without weight. Leave out drop_last.": (
+            loader.drop_last
+        ),
+        "batches have different shapes, and this device compiles a program for each shape. Pad the samples to one length, and leave out "
+        "max_tokens.": backend.runtime.static_shapes,
+    }
+    for problem, applies in problems.items():
+        if applies:
+            raise ValueError(f"Cannot prepare this DataLoader with max_tokens={budget.max_tokens}: {problem}")
 
 
 def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOptions) -> Source[Any]:

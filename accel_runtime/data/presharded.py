@@ -99,9 +99,9 @@ class PreshardedSource(Source[PreshardedState]):
             yield batch if num_valid else copy.deepcopy(padding.batch)
 
     @override
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         """Return the steps of this rank's own data; the epoch has as many as the longest rank's."""
-        return self._local.num_steps()
+        return self._local.num_steps(epoch)
 
     @override
     def next_epoch(self) -> PreshardedState:

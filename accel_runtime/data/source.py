@@ -68,8 +68,11 @@ class Source(ABC, Generic[_State]):
     def check(self, start: _State) -> None:
         """Raise ValueError if a state is not valid here."""
 
+    def restore(self, next_epoch: _State) -> None:
+        """Continue with the seed of a loaded state, in which the next epoch begins."""
+
     @abstractmethod
-    def num_steps(self) -> int:
+    def num_steps(self, epoch: int) -> int:
         """Return the steps of a whole epoch, the same on every rank; raise TypeError if it is unknown."""
 
     @abstractmethod

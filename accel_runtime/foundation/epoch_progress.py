@@ -38,6 +38,8 @@ class StepInfo(NamedTuple):
     over its micro-batches is the mean over the samples of the cycle: the divisor is their number."""
     cycle: CyclePart | None = None
     """The accumulation cycle that the step is a part of; None if the script counts its micro-batches."""
+    tokens: tuple[int, ...] = ()
+    """Number of tokens of each rank's valid samples, by which losses are weighted; empty if they have no lengths."""
 
     @property
     def num_padding(self) -> int:

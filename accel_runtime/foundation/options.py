@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from enum import Enum
@@ -33,6 +33,7 @@ __all__ = [
     "KwargsHandler",
     "PrecisionType",
     "ProjectConfiguration",
+    "TokenBudget",
     "changed_fields",
     "find_handlers",
     "parse_rng_types",
@@ -366,9 +367,33 @@ class InitProcessGroupKwargs(Configuration, KwargsHandler):
     timeout: timedelta | None = None
 
 
+class TokenBudget(NamedTuple):
+    """Budget of tokens of a batch, and how batches are packed."""
+
+    max_tokens: int
+    """The largest cost of a batch."""
+    balance: bool = True
+    """If True, all batches of a window have nearly the same cost; otherwise each is filled before the next one."""
+    padded: bool = True
+    """If True, the cost of a batch is its number of samples times its longest one; otherwise the sum of their lengths."""
+    window: int = 4096
+    """The number of samples of the order that are packed together."""
+
+    def count_positions(self, lengths: Sequence[int]) -> int:
+        """Return the cost of a batch of samples of these lengths."""
+        if self.padded:
+            return len(lengths) * max(lengths, default=0)
+        return sum(lengths)
+
+
 @dataclass
 class DataLoaderConfiguration(Configuration):
-    """Options of sharded loaders, for `Accelerator(dataloader_config=...)`."""
+    """Options of sharded loaders, for `Accelerator(dataloader_config=...)`.
+
+    Raises:
+        ValueError: If `max_tokens` or `window` is not an integer of at least 1, or `length` is neither a function, the name of a
+            column nor a sequence.
+    """
 
     split_batches: bool = False
     """If True, the batch size of a loader is the global one, and is split over the processes."""
@@ -386,6 +411,47 @@ class DataLoaderConfiguration(Configuration):
     use_stateful_dataloader: bool = False
     """If True, `load_state` resumes loaders after the last batch; otherwise at the start of the epoch, for scripts that skip
     batches. Every prepared loader has a `state_dict`."""
+    max_tokens: int | None = None
+    """The largest number of tokens in a batch of one process, padding included: batches are then built from the samples by their
+    length, and gradients are weighted by tokens. None keeps the batches of the script."""
+    length: Callable[[Any], int] | str | Sequence[int] | None = None
+    """The number of tokens of each sample: a function of a sample, the name of a column of the dataset, or the numbers. Without
+    `max_tokens`, it is used to show the share of padding only."""
+    balance: bool = True
+    """If True, all batches of a window of `max_tokens` have nearly the same cost, so that processes wait least for each other;
+    otherwise each is filled before the next one."""
+    padded: bool = True
+    """If True, the script pads the samples of a batch to the longest one, and padding counts in `max_tokens`; False is for scripts
+    that concatenate them."""
+    window: int = 4096
+    """The number of samples of the order that are packed into batches of `max_tokens` together, and shuffled within."""
+
+    @override
+    def _check(self) -> None:
+        if callable(
+            getattr(self.length, "tolist", None)
+        ):  # an array, which has no truth value when it is compared
+            object.__setattr__(self, "length", tuple(cast("Any", self.length).tolist()))
+        for name in ("max_tokens", "window"):
+            number: Any = getattr(self, name)
+            is_integer = isinstance(number, int) and not isinstance(number, bool)
+            if not (is_integer and number >= 1) and not (name == "max_tokens" and number is None):
+                raise ValueError(
+                    f"Invalid DataLoaderConfiguration.{name} {number!r}: expected an integer of at least 1. Pass a number of "
+                    f"{'tokens' if name == 'max_tokens' else 'samples'}."
+                )
+        if self.length is not None and not callable(self.length) and not hasattr(self.length, "__len__"):
+            raise ValueError(
+                f"Invalid DataLoaderConfiguration.length {self.length!r}: expected a function of a sample, the name of a column, or "
+                "the length of each sample. Pass one of them."
+            )
+
+    @property
+    def token_budget(self) -> TokenBudget | None:
+        """Return the budget of tokens of a batch; None without one."""
+        if self.max_tokens is None:
+            return None
+        return TokenBudget(self.max_tokens, self.balance, self.padded, self.window)
 
 
 @dataclass

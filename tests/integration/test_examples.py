@@ -19,6 +19,7 @@ PRINTED = {
     "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
     "profiler": ([], r"traces of [12] process\(es\) in traces"),
+    "token_batches": (["--epochs", "1", "--modules", "4"], r"loss \d"),
     "token_weights": (["--epochs", "1"], r"loss \d"),
     "diffusion": (["--epochs", "1"], r"epoch 1/1: loss 0\.\d{4}\n(?:.{58}\n){8}"),
     "gan": (["--epochs", "1"], r"16 steps, weights [0-9a-f]{16}"),
@@ -75,6 +76,7 @@ FIRST = {
     "evaluation",
     "gan",
     "streaming",
+    "token_batches",
     "token_weights",
 }
 """The examples of training and evaluating, which `make test-slow` runs; test_resuming.py runs `checkpointing`, `make demo` runs

@@ -34,7 +34,7 @@ def test_dispatched_global_batches_equal_those_of_one_process(ranks, kind, even)
                 key = (count, size if split else size * world, drop)
                 steps_by_case[key] = (
                     read_steps(source),
-                    None if make is RangeStream else source.num_steps(),
+                    None if make is RangeStream else source.num_steps(0),
                 )
         return steps_by_case
 

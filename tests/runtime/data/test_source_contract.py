@@ -163,7 +163,7 @@ def epochs(source, shuffled, ranks, _epochs_by_case):
     def read(implementation, shuffled):
         set_seed(3)
         source = build(implementation, shuffled=shuffled)
-        return [(read_steps(source), source.num_steps()) for _ in range(2)]
+        return [(read_steps(source), source.num_steps(epoch)) for epoch in range(2)]
 
     case = (source, shuffled, ranks.size)
     if case not in _epochs_by_case:
@@ -265,7 +265,7 @@ def test_two_loops_over_one_source_each_read_every_sample(source, ranks):
 def test_a_stream_without_a_length_has_no_number_of_steps(source, ranks):
     def count(implementation):
         with pytest.raises(TypeError, match="has no length"):
-            build(implementation, sized=False).num_steps()
+            build(implementation, sized=False).num_steps(0)
 
     if source.is_stream:
         ranks.run(count, source)

@@ -528,7 +528,7 @@ def test_num_steps_equals_the_number_of_batches_of_an_epoch(count, world, each, 
         return DataLoader(SizedStream(count), batch_size=size, drop_last=drop_last)
 
     source = read_epochs.build_iterable_source(loader(), read_epochs.SimulatedRank(0, world), split=split)
-    assert source.num_steps() == len(check_steps(read_on_all_ranks(world, loader, split=split)))
+    assert source.num_steps(0) == len(check_steps(read_on_all_ranks(world, loader, split=split)))
 
 
 # Position ---------------------------------------------------------------------------------
