@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 PRINTED = {
     "digits": (["--epochs", "1", "--output", "w.safetensors"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "checkpointing": (["--epochs", "1", "--every", "20"], r"42 steps, weights [0-9a-f]{16}"),
+    "elastic": (["--epochs", "1"], r"27 steps of 50 samples on [12] process\(es\)"),
     "early_stopping": ([], r"stopped in epoch \d\nsteps on each process: \{\d+\}"),
     "local_sgd": (["--epochs", "1"], r"test accuracy 0\.[6-9]\d+ \(\d+ of 450\)"),
     "automatic_batch_size": ([], r"batch size 92 fits\nloss [0-2]\.\d{4}"),
@@ -97,6 +99,24 @@ def test_an_example_prints_its_result_once(accel, monkeypatch, example, processe
     assert result.returncode == 0, result.stderr
     assert len(re.findall(printed, result.stdout)) == 1, result.stdout
     assert "Warning" not in result.stderr
+
+
+def test_losses_do_not_depend_on_the_number_of_processes_although_it_changes_at_a_restart(accel, tmp_path):
+    def train(name, size, *arguments):
+        losses = tmp_path / f"{name}.jsonl"
+        options = ("--cpu", "--nproc-per-node", size, "--resume", *FORKED)
+        arguments = ("--epochs", 1, "--losses", losses, "--project-dir", tmp_path / name, *arguments)
+        result = accel("launch", *options, EXAMPLES / "elastic.py", *arguments)
+        assert result.returncode == 0, result.stderr
+        return [json.loads(line) for line in losses.read_text().splitlines()]
+
+    expected = train("one", 1)
+    train("many", 3, "--stop-after", 10)
+    actual = train("many", 2)
+    assert [each["processes"] for each in actual] == [3] * 10 + [2] * 17
+    for step, (one, other) in enumerate(zip(expected, actual, strict=True), 1):
+        assert one["step"] == other["step"] == step
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
 
 
 @pytest.mark.full

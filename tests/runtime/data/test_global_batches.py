@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import chain
 
 import cloudpickle
@@ -17,9 +18,11 @@ from support.runs.global_batch_oracle import (
     Program,
     compare,
     join,
+    list_global_batches,
     train_on_one_process,
     train_on_ranks,
 )
+from support.runs.read_epochs import SimulatedRank, read_steps, to_plain
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,7 +33,10 @@ from accel_runtime import (
     LocalSGD,
     skip_first_batches,
 )
-from accel_runtime.data.sharding import BatchSharding, batch_slices
+from accel_runtime.data.iterable import IterableSource
+from accel_runtime.data.map_style import MapStyleSource
+from accel_runtime.data.sharding import BatchSharding, batch_slices, sharding_of_loader
+from accel_runtime.storage.schema import read_value, write_record
 
 cloudpickle.register_pickle_by_value(global_batch_oracle)
 
@@ -160,6 +166,67 @@ def test_batches_of_the_script_are_not_divided(lengths, world, size, at):
     other = BatchSharding(0, world % 4 + 1, None, pad_last=False, cycle_size=size)
     following, _ = split(range(sum(lengths)), other.group_batches(batches[num_batches:], None, within))
     assert before + list(chain.from_iterable(following)) == list(range(sum(lengths)))
+
+
+KINDS = ("list", "shuffled", "batches", "stream")
+
+
+@given(
+    program=st.builds(
+        Program,
+        source=st.sampled_from(KINDS),
+        samples=st.integers(0, 30),
+        global_batch=st.integers(4, 9),
+        drop_last=st.booleans(),
+    ),
+    # A world size, a batch size, and a number of steps after which the state is saved.
+    parts=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 6)), max_size=4),
+)
+def test_any_sequence_of_world_sizes_and_batch_sizes_reads_the_batches_of_one_process(program, parts):
+    """Each rank is simulated, and saves its state as a checkpoint has it."""
+    if program.source == "batches":
+        program = replace(program, drop_last=False)
+    torch.manual_seed(5)
+    expected = [each[0].tolist() for each in list_global_batches(program)]
+    cycles, open_cycle, state, seed = [], [], None, 5
+    for world, size, stop in [*parts, (2, 2, None)]:
+        steps_by_rank = []
+        for rank in range(world):
+            torch.manual_seed(seed)
+            source = build_source(program, rank, world, size)
+            start = source.state_type() if state is None else read_value(source.state_type, state)
+            source.check(start)
+            steps_by_rank.append(read_steps(source, start, stop, lambda batch: batch[0].tolist()))
+        seed = 99  # the order is that of the state
+        for step in zip(*steps_by_rank, strict=True):
+            cycle = step[0].step_info.cycle
+            open_cycle += [
+                sample
+                for rank, each in enumerate(step)
+                for sample in each.samples[: each.step_info.num_valid[rank]]
+            ]
+            assert len({to_text(each.offset) for each in step}) == 1
+            if cycle.ends:
+                assert cycle.num_samples == len(open_cycle)
+                cycles, open_cycle = [*cycles, open_cycle], []
+        if steps_by_rank[0]:
+            state = write_record(steps_by_rank[0][-1].offset)
+    assert not open_cycle
+    assert cycles == expected
+
+
+def build_source(program, rank, world, size):
+    """Return the source of a simulated rank."""
+    backend, loader = SimulatedRank(rank, world), program.build_loader(size)
+    sharding = sharding_of_loader(
+        loader, backend.data_rank, split=False, pad_last=False, cycle_size=program.global_batch
+    )
+    source = IterableSource if program.source == "stream" else MapStyleSource
+    return source(loader, backend, sharding)
+
+
+def to_text(state):
+    return repr(to_plain(state))
 
 
 def run_parts(clusters, folder, program, parts):
