@@ -421,6 +421,14 @@ def test_sharded_data_is_refused():
         build_accelerator().prepare_data_loader(build_loader(), data="sharded")
 
 
+def test_a_number_of_samples_in_a_step_is_refused():
+    accelerator = Accelerator(
+        global_batch_size=4, dataloader_config=DataLoaderConfiguration(max_tokens=64, length=[1] * COUNT)
+    )
+    with pytest.raises(ValueError, match=r"global_batch_size counts samples.* Leave out global_batch_size\."):
+        accelerator.prepare(build_loader())
+
+
 @pytest.mark.parametrize(
     "options", [{"max_tokens": 0}, {"max_tokens": 1.5}, {"window": None}, {"length": 7}, {"balance": "no"}]
 )
