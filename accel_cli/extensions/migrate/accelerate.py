@@ -55,8 +55,8 @@ PRIVATE_MEMBERS = frozenset({"_models", "_optimizers", "_schedulers"})
 """Those that published scripts read, and that accel has."""
 _PARAMETERS = """
     cpu dataloader_config deepspeed_plugin deepspeed_plugins device_placement dispatch_batches dynamo_backend
-    dynamo_plugin fp16 fsdp_plugin gradient_accumulation_plugin gradient_accumulation_steps kwargs_handlers log_with mixed_precision
-    parallelism_config project_config project_dir rng_types split_batches step_scheduler_with_optimizer throughput
+    dynamo_plugin fp16 fsdp_plugin global_batch_size gradient_accumulation_plugin gradient_accumulation_steps kwargs_handlers log_with
+    mixed_precision parallelism_config project_config project_dir rng_types split_batches step_scheduler_with_optimizer throughput
 """
 PARAMETERS = frozenset(_PARAMETERS.split())
 """The parameters of accel's `Accelerator`, which also has some of the first releases of Accelerate."""
