@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
@@ -58,7 +59,8 @@ class Terminal:
     def question(self):
         """Return the current question without spaces and the line breaks of a narrow window."""
         lines = self._screen.display
-        question_lines = [index for index, line in enumerate(lines) if line.startswith("? ")]
+        # A question may end in a line of its own, with the question mark only.
+        question_lines = [index for index, line in enumerate(lines) if re.match(r"\? +\S", line)]
         return "".join(lines[question_lines[-1] :] if question_lines else lines).replace(" ", "")
 
     def see(self, text, seconds=120):

@@ -51,6 +51,7 @@ class Program:
         """Return the model, with the same parameters in all processes."""
         torch.manual_seed(3)
         model = TwoLayerNet().double()
+        model.tp_plan = {"first": "colwise", "second": "rowwise"}
         model.register_forward_hook(lambda _, __, output: output.clone())  # FSDP warns of views
         return model
 
