@@ -107,7 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
         _escape_unencodable_characters()
         _reset_sigchld()
         code = accel.main(arguments, standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)  # another package's command may return a value
+        code = code if isinstance(code, int) else 0  # another package's command may return a value
+        sys.exit(code if _flush_output() else code or 1)
     except (KeyboardInterrupt, typer.Abort):
         # No process was started, so there is nothing to report.
         sys.exit(128 + 2)
@@ -133,6 +134,19 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, MemoryError) as error:
         console.error(explain_os_error(error))
         sys.exit(1)
+
+
+def _flush_output() -> bool:
+    """Write what standard output has buffered; if its reader has ended, drop it and return False.
+
+    Python would exit with a message and code 120, whatever the code of the command.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _explain_missing_command(message: str) -> str:

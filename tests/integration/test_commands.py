@@ -518,6 +518,21 @@ def test_closed_standard_streams_are_replaced_by_dev_null(cwd, script):
     assert (cwd / "told").read_text() == "[True, True, True]"
 
 
+def test_a_command_whose_reader_has_ended_exits_without_a_message():
+    """As in `accel config path | true`: Python itself would print an error and exit with code 120."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "accel_cli", "config", "path"]
+    try:
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        result = subprocess.run(
+            command, check=False, stdout=write, stderr=subprocess.PIPE, env=environ, timeout=limit(60)
+        )
+    finally:
+        os.close(write)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
 @pytest.mark.parametrize("command", [("config", "show"), ("launch", "--dry-run", "train.py"), ("stacks",)])
 def test_a_user_without_a_home_directory_gets_an_error_with_the_variable_to_set(
     typed, script, monkeypatch, command
