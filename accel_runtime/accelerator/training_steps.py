@@ -137,8 +137,13 @@ class TrainingSteps:
             if run.accumulation.global_batch_size is None
             else GlobalBatches(run.loops, run.accumulation, run.backend.topology.rank)
         )
-        self._weighs_losses = run.backend.topology.world_size > 1 or self._global_batches is not None
-        """True if the losses of ranks may have different weights."""
+        self._is_distributed = run.backend.topology.world_size > 1
+        self._find_loss_scale = run.loops.find_loss_scale if self._is_distributed else None
+        """Returns the weight of this rank's mean loss; None if it is always 1."""
+        if self._global_batches is not None:
+            self._find_loss_scale = self._global_batches.begin_backward
+        self._compiles_programs = run.backend.runtime.static_shapes
+        """True if the weight of a loss must be data, as a constant would become part of a program."""
         self._scales_losses = run.precision.scaler is not None
         self._combines_gradients = run.strategy.combines_gradients
         self._progress = heartbeat()
@@ -158,10 +163,8 @@ class TrainingSteps:
         accumulation, checks, loss_scale = self._accumulation, self._checks, 1.0
         if self._progress is not None:
             self._progress.backwards += 1
-        if self._weighs_losses:
-            if self._global_batches is not None:
-                self._global_batches.begin_backward()
-            loss_scale = self._run.loops.find_loss_scale()
+        if self._find_loss_scale is not None:
+            loss_scale = self._find_loss_scale()
         if weight is None and self._run.loops.has_weights:
             weight = self._run.loops.find_weight()
         if checks.is_active:
@@ -170,12 +173,15 @@ class TrainingSteps:
             if (
                 weight is None
                 and not options
-                and loss_scale == 1.0
+                and (loss_scale == 1.0 or (loss_scale and not self._compiles_programs))
                 and not self._scales_losses
                 and accumulation.begin_plain_backward()
             ):
-                steps = accumulation.plugin.num_steps
-                self._strategy.backward(loss if steps == 1 else loss / steps, options)
+                steps, scaled = (
+                    accumulation.plugin.num_steps,
+                    loss if loss_scale == 1.0 else loss * loss_scale,
+                )
+                self._strategy.backward(scaled if steps == 1 else scaled / steps, options)
             else:
                 self._run.gradients.backward(loss, weight, loss_scale, options)
         except RuntimeError as error:
@@ -207,9 +213,7 @@ class TrainingSteps:
             # No forward pass of the prepared model has recorded them yet.
             by_name = isinstance(inputs, Mapping)
             self._run.loops.model_inputs(model, () if by_name else (inputs,), inputs if by_name else {})
-            if self._global_batches is not None:
-                self._global_batches.begin_backward()
-            loss_scale = self._run.loops.find_loss_scale() if self._weighs_losses else 1.0
+            loss_scale = 1.0 if self._find_loss_scale is None else self._find_loss_scale()
             items = (
                 self._run.loops.find_weight() if weight is None and self._run.loops.has_weights else weight
             )
@@ -375,7 +379,7 @@ class TrainingSteps:
                 for loader in self._run.prepared.loaders:
                     stack.enter_context(loader.override_even_batches(even_batches=even_batches))
             joined = [item for item in joinables if not _is_frozen_module(item)]
-            if joined and self._run.backend.topology.world_size > 1 and not even_batches:
+            if joined and self._is_distributed and not even_batches:
                 stack.enter_context(self._run.strategy.join(joined))
                 self._run.checks.allow_different_weights()
             yield

@@ -67,21 +67,24 @@ class GlobalBatches:
                 )
         return part.ends
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> float:
         """Begin the micro-batch of a backward pass outside of `accumulate`, once for each batch; otherwise verify its end.
+
+        Returns:
+            The weight of this rank's mean loss.
 
         Raises:
             ValueError: The loss is not that of a batch of a prepared loader, or not of the batch that `accumulate` began.
         """
-        accumulation = self._accumulation
-        part = self._read_part(self._loops.find_trained_step(), "backward()")
+        accumulation, step = self._accumulation, self._loops.find_trained_step()
+        part, loss_scale = self._read_part(step, "backward()"), 1.0 if step is None else step.loss_scale
         if accumulation.num_open:
             if accumulation.synced is not part.ends:
                 raise ValueError(
                     f"backward() failed at {call_site()}: the loss is that of another batch than the newest one, which accumulate() counts. "
                     "Leave out accumulate(), so that backward() counts batches, or read no batch ahead of the training."
                 )
-            return
+            return loss_scale
         records = self._loops.find_open()
         loop = records[-1].loop if records else None
         trained = (records[-1], loop.num_batches) if loop is not None else (None, 0)
@@ -89,6 +92,7 @@ class GlobalBatches:
             self._trained = trained
             self._check_open(part)
             accumulation.advance(is_last=part.ends)
+        return loss_scale
 
     def _check_open(self, part: CyclePart) -> None:
         """Begin another cycle at the first micro-batch of a global batch, and warn once if the one before is incomplete."""
