@@ -42,8 +42,8 @@ class LocalSGD:
             raise ValueError(f"Invalid local_sgd_steps={local_sgd_steps}: expected at least 1.")
         if enabled and (size := accelerator._run.accumulation.global_batch_size) is not None:  # noqa: SLF001 - a part of the Accelerator
             raise ValueError(
-                f"LocalSGD cannot train with global_batch_size={size}: each process makes steps of its own, with the samples of one "
-                "process. Use gradient_accumulation_steps, or train without LocalSGD."
+                f"LocalSGD cannot train with global_batch_size={size}: each process takes optimizer steps by itself, with the samples "
+                "of one process. Use gradient_accumulation_steps, or train without LocalSGD."
             )
         self.enabled = enabled and accelerator.use_distributed
         """True if weights are averaged."""

@@ -408,7 +408,7 @@ class ActiveLoops:
 
         None if its batches have none, and outside of all loops.
         """
-        info = self._find_model_step() or self.current_step
+        info = self.find_trained_step()
         return info.tokens[self._rank] if info is not None and info.tokens else None
 
     def open(self, record: LoopRecord) -> None:

@@ -125,9 +125,7 @@ def _build_token_batches(
     assert budget is not None
     assert length is not None
     _check_token_loader(loader, backend, options)
-    seed = options.seed
-    if seed is None:
-        seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
+    seed = _choose_seed(options, backend)
     lengths = find_lengths(loader.dataset, length, backend)
     sampler: Any = loader.sampler
     batches = TokenBatchSampler(sampler, lengths, budget, seed)
@@ -135,6 +133,14 @@ def _build_token_batches(
         batches.plan_known(seed, 0)  # a sample that is too long is an error now
     copied = copy_loader(loader, batch_sampler=batches, batch_size=None)
     return copied, replace(options, even_batches=False, seeded=True, seed=seed)
+
+
+def _choose_seed(options: LoaderOptions, backend: Backend) -> int:
+    """Return the seed of shuffled orders: that of the options, else torch's initial seed on the first rank."""
+    if options.seed is not None:
+        return options.seed
+    seed: int = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
+    return seed
 
 
 def _estimate_padding(loader: DataLoader[Any], length: LengthOf, backend: Backend) -> float | None:
@@ -208,9 +214,7 @@ def _build_source(loader: DataLoader[Any], backend: Backend, options: LoaderOpti
         # A stream may draw with every sample: ranks that read it in turn would draw from each other's generators.
         dispatched = is_distributed and (options.dispatch or backend.ranks_share_generators)
         return (DispatchedIterable if dispatched else IterableSource)(loader, backend, sharding)
-    seed = options.seed
-    if options.seeded and seed is None:
-        seed = backend.broadcast_object(torch.initial_seed(), "the seed of a loader")
+    seed = _choose_seed(options, backend) if options.seeded else options.seed
     dispatched = is_distributed and options.dispatch
     return (DispatchedMapStyle if dispatched else MapStyleSource)(loader, backend, sharding, seed)
 
@@ -225,8 +229,7 @@ def _check_presharded_options(options: LoaderOptions) -> None:
     if options.global_batch_size is not None:
         raise ValueError(
             f'Cannot prepare this DataLoader with data="sharded" and global_batch_size={options.global_batch_size}: each process has '
-            "its own data, so there is no order of samples that any number of processes divides. Leave out data, or use "
-            "gradient_accumulation_steps."
+            "its own data, and no order of samples is common to all. Leave out data, or use gradient_accumulation_steps."
         )
     if options.split_batches:
         raise ValueError(

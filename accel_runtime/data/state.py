@@ -46,7 +46,7 @@ class _EpochState:
         return not (self.offset or self.cycle_offset)
 
     def enter_cycle(self, offset: int, cycle: CyclePart | None) -> Self:
-        """Return the state after this many samples of a cycle of some steps; 0 is at its end."""
+        """Return the state within a cycle, after `offset` of its samples; 0 is the end of the cycle."""
         return (
             self if cycle is None or not offset else replace(self, cycle_offset=offset, cycle_size=cycle.size)
         )
