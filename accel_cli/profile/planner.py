@@ -34,7 +34,7 @@ from accel_runtime.environment.accelerate.export import (
 )
 from accel_runtime.environment.cgroup import count_cpus
 from accel_runtime.environment.engines import EngineConfig
-from accel_runtime.environment.layouts import DIMENSION_NAMES
+from accel_runtime.environment.layouts import DIMENSION_NAMES, name_dimension
 from accel_runtime.environment.settings import (
     ACCELERATE_LIMITS,
     EXPORTED,
@@ -509,7 +509,8 @@ def _format_layout(spec: LaunchSpec, layouts: Sequence[RankGrid], *, is_known: b
     if parallel.plain:
         return ""
     dimensions = []
-    for role, name in DIMENSION_NAMES.items():
+    for role in DIMENSION_NAMES:
+        name = name_dimension(layouts[0], role)
         low, high = layouts[0].size(role), layouts[-1].size(role)
         is_auto = name == "dp_shard" and parallel.dp_shard == "auto"
         if high > 1 or is_auto:

@@ -209,7 +209,7 @@ class _Settings(Section):
         ),
     ] = 180
     parallel: Annotated[
-        ParallelSection, Field(description="Sizes of data, tensor and context parallelism.")
+        ParallelSection, Field(description="Sizes of data, tensor, context and sequence parallelism.")
     ] = ParallelSection()
     fully_shard: Annotated[
         FullyShardSection, Field(description="Options of sharding, used if `parallel.dp_shard` is not 1.")

@@ -140,7 +140,7 @@ ENGINE_SECTIONS: Registry[type[EngineSection]] = Registry(
 
 
 class ParallelSection(SettingsSection):
-    """Sizes of data, tensor and context parallelism; the product is the world size."""
+    """Sizes of data, tensor, context and sequence parallelism; the product is the world size."""
 
     dp_replicate: Annotated[
         int,
@@ -175,7 +175,20 @@ class ParallelSection(SettingsSection):
         Field(ge=1, description="Number of processes that split each layer (tensor parallelism)."),
     ] = 1
     cp: Annotated[
-        int, Field(ge=1, description="Number of processes that split each sequence (context parallelism).")
+        int,
+        Field(
+            ge=1,
+            description="Number of processes that split each sequence, and gather keys and values in attention (context "
+            "parallelism).",
+        ),
+    ] = 1
+    sp: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Number of processes that split each sequence, and exchange it for heads in attention (sequence "
+            "parallelism, Ulysses); it divides the heads, and excludes `cp`.",
+        ),
     ] = 1
     tp_plan: Annotated[
         dict[str, str],

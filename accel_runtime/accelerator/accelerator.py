@@ -486,9 +486,9 @@ class Accelerator(ProcessMethods):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard every sequence over the context-parallel ranks inside the context; attention stays exact.
+        """Shard every sequence over the context- or sequence-parallel ranks inside the context; attention stays exact.
 
-        Without context parallelism (`cp` is 1), nothing changes. Run the forward and the backward pass inside; attention
+        Without these (`cp` and `sp` are 1), nothing changes. Run the forward and the backward pass inside; attention
         must be `torch.nn.functional.scaled_dot_product_attention`, as in torch's own layers.
 
         Args:
@@ -508,7 +508,7 @@ class Accelerator(ProcessMethods):
         """Return full sequences from the shards of `maybe_context_parallel`, with gradients.
 
         Args:
-            tensor: The result for a shard, of equal shape on all context-parallel ranks.
+            tensor: The result for a shard, of equal shape on all ranks that split the sequence.
             dim: The sequence dimension.
 
         Raises:
@@ -1130,7 +1130,7 @@ class Accelerator(ProcessMethods):
 
     @property
     def context_parallel_rank(self) -> int:
-        """Return the context-parallel rank of this process, from 0."""
+        """Return the rank of this process among those that split a sequence by `cp` or `sp`, from 0."""
         return self._run.backend.grid.coordinate(self.process_index, "sequence")
 
     @property

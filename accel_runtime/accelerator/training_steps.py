@@ -20,6 +20,7 @@ from accel_runtime.checks.replay import ReplayCheck
 from accel_runtime.collectives.handshake import Handshake, build_writer, call_at_site
 from accel_runtime.data.epoch_ends import EpochEnds
 from accel_runtime.data.global_batches import GlobalBatches
+from accel_runtime.environment.layouts import name_dimension
 from accel_runtime.foundation.module_names import uncompiled_module
 from accel_runtime.foundation.options import AutocastKwargs
 from accel_runtime.observe.call_sites import call_site
@@ -346,10 +347,11 @@ class TrainingSteps:
         buffer_seq_dims: list[int] | None,
         no_restore_buffers: set[torch.Tensor] | None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences over the context-parallel ranks inside the context."""
+        """Shard sequences over the ranks that split them inside the context."""
         from accel_runtime.parallel.context_parallel import shard_sequences  # noqa: PLC0415 - its imports are slow
 
-        return shard_sequences(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers)
+        form: Any = name_dimension(self._run.backend.grid, "sequence")
+        return shard_sequences(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers, form)
 
     def gather_sequence(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return full sequences from shards."""
@@ -359,7 +361,7 @@ class TrainingSteps:
 
     @property
     def _sequence_group(self) -> dist.ProcessGroup | None:
-        """Return the context-parallel process group, or None without one."""
+        """Return the process group of the ranks that split sequences, or None without one."""
         backend = self._run.backend
         return backend.get_group("sequence") if backend.grid.size("sequence") > 1 else None
 

@@ -12,6 +12,7 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.backends.tensors import check_rank, find_cure, gather_tensors, replace_tensors
 from accel_runtime.collectives.handshake import MismatchError, all_gather_objects, call_at_site
 from accel_runtime.collectives.signatures import collective
+from accel_runtime.environment.layouts import name_dimension
 from accel_runtime.environment.text import encode_text
 from accel_runtime.environment.topology import RankGrid
 from accel_runtime.foundation import nested
@@ -335,7 +336,7 @@ def drop_model_parallel_duplicates(by_rank: Sequence[Any], grid: RankGrid) -> li
     for first in grid.first_ranks:
         if not all(_equal_trees(by_rank[rank], by_rank[first]) for rank in grid.ranks_of(first, "sequence")):
             raise ValueError(
-                f"gather_for_metrics got different values from ranks that shard each sequence (cp: {grid.size('sequence')}), so no rank "
+                f"gather_for_metrics got different values from ranks that shard each sequence ({name_dimension(grid, 'sequence')}: {grid.size('sequence')}), so no rank "
                 "has the full value. Call accelerator.gather_sequence(tensor, dim=1) first, or reduce a loss over all ranks "
                 'with accelerator.reduce(loss, "mean").'
             )

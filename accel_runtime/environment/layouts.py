@@ -21,6 +21,7 @@ __all__ = [
     "Parallel",
     "SettingsError",
     "check_layout",
+    "name_dimension",
     "read_switch",
 ]
 
@@ -48,7 +49,12 @@ DIMENSION_NAMES: dict[Role, str] = {
     "tensor": "tp",
 }
 """Keys of the profile for the roles that it can give several ranks, which are also the names in torch's device mesh; outermost
-first."""
+first. A grid may have other names, as `sp`."""
+
+
+def name_dimension(grid: RankGrid, role: Role) -> str:
+    """Return the name of a dimension of a grid in the profile and in torch's device mesh."""
+    return dict(grid.names).get(role) or DIMENSION_NAMES.get(role, role)
 
 
 class SettingsError(ValueError):
@@ -66,7 +72,7 @@ def read_switch(name: str, text: str) -> bool:
 class Parallel:
     """Sizes of a parallel layout; their product is the number of processes.
 
-    Neighbouring ranks differ in `tp` first, then in `cp`, `dp_shard` and `dp_replicate`.
+    Neighbouring ranks differ in `tp` first, then in `cp` or `sp`, `dp_shard` and `dp_replicate`.
     """
 
     dp_replicate: int = 1
@@ -76,12 +82,14 @@ class Parallel:
     tp: int = 1
     """Number of ranks that split the computation of single layers."""
     cp: int = 1
-    """Number of ranks that split sequences."""
+    """Number of ranks that split sequences, and gather keys and values for attention."""
+    sp: int = 1
+    """Number of ranks that split sequences, and exchange them for heads in attention (Ulysses); not with `cp`."""
     tp_plan: tuple[tuple[str, str], ...] = ()
     """Names of modules, in which `*` is any text without a dot, and the style of each under `tp`."""
 
     def __post_init__(self) -> None:
-        for name in ("dp_replicate", "dp_shard", "tp", "cp"):
+        for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
             value = getattr(self, name)
             if value == "auto" and name == "dp_shard":
                 continue
@@ -90,6 +98,10 @@ class Parallel:
                 raise SettingsError(
                     f"Invalid parallel.{name} {value!r}: expected a whole number above 0{or_auto}."
                 )
+        if self.cp > 1 and self.sp > 1:
+            raise SettingsError(
+                f"Invalid parallel.cp {self.cp} with parallel.sp {self.sp}: both split sequences. Set one of them."
+            )
         for pattern, style in self.tp_plan:
             failure = f"Invalid parallel.tp_plan {f'{pattern}={style}'!r}"
             if not (_is_transportable(pattern) and _is_transportable(style)) or "=" in pattern:
@@ -109,7 +121,12 @@ class Parallel:
     @property
     def plain(self) -> bool:
         """Return whether models are only replicated."""
-        return self.dp_replicate * self.cp * self.tp == 1 and not self.shards
+        return self.dp_replicate * self.splits_sequences * self.tp == 1 and not self.shards
+
+    @property
+    def splits_sequences(self) -> int:
+        """Return the number of ranks that split sequences, in either form."""
+        return self.cp * self.sp
 
     def build_grid(self, world_size: int | None) -> RankGrid:
         """Return the grid of the ranks; by default every process has a replica.
@@ -117,19 +134,24 @@ class Parallel:
         If `world_size` is None, it is unknown and `auto` counts as 1. Raises SettingsError if the product of the sizes is not
         `world_size`.
         """
-        others = self.dp_replicate * self.cp * self.tp
+        others = self.dp_replicate * self.splits_sequences * self.tp
         shard = self.dp_shard if self.dp_shard != "auto" else max((world_size or 1) // others, 1)
         replicas = self.dp_replicate
         if world_size is not None and others * shard != world_size:
             if self.shards or others > 1:
                 raise SettingsError(self._format_size_error(others, world_size))
             replicas = world_size
-        return RankGrid((("data", replicas), ("shard", shard), ("sequence", self.cp), ("tensor", self.tp)))
+        sizes: tuple[tuple[Role, int], ...] = (
+            ("data", replicas),
+            ("shard", shard),
+            ("sequence", self.splits_sequences),
+            ("tensor", self.tp),
+        )
+        return RankGrid(sizes, (("sequence", "sp"),) if self.sp > 1 else ())
 
     def _format_size_error(self, others: int, world_size: int) -> str:
-        sizes = (
-            f"dp_replicate: {self.dp_replicate} x dp_shard: {self.dp_shard} x cp: {self.cp} x tp: {self.tp}"
-        )
+        sequences = f"sp: {self.sp}" if self.sp > 1 else f"cp: {self.cp}"
+        sizes = f"dp_replicate: {self.dp_replicate} x dp_shard: {self.dp_shard} x {sequences} x tp: {self.tp}"
         available = f"there {'is 1 process' if world_size == 1 else f'are {world_size} processes'}"
         if self.dp_shard == "auto":
             return f"parallel: {sizes} does not fit: {available}, and {world_size} is not a multiple of {others}. Change the sizes."
@@ -187,7 +209,7 @@ class FullyShard:
     def idle(self, parallel: Parallel) -> list[str]:
         """Return the options that are set and have no effect in this layout."""
         sizes = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if parallel.shards or parallel.cp > 1:
+        if parallel.shards or parallel.splits_sequences > 1:
             return []
         return [name for name in sizes if parallel.tp == 1 or name not in _WITHOUT_SHARDS]
 

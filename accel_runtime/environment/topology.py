@@ -52,6 +52,8 @@ class RankGrid:
     sizes: tuple[tuple[Role, int], ...] = ()
     """Number of ranks along each dimension, outermost first: neighbouring ranks differ in the last one. A role that is not named
     has one rank."""
+    names: tuple[tuple[Role, str], ...] = ()
+    """Names of dimensions that are not those of `layouts.DIMENSION_NAMES`."""
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_runtime.environment.layouts import DIMENSION_NAMES
+from accel_runtime.environment.layouts import name_dimension
 from accel_runtime.environment.topology import RankGrid, Role
 
 __all__ = ["GroupFacts", "ProcessMesh", "build_mesh", "find_group"]
@@ -25,7 +25,7 @@ def find_group(grid: RankGrid, device: str, role: Role) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if grid.size(role) == 1:
         return world if world is not None and grid.world_size == 1 else _create_group_of_one(world)
-    return build_mesh(grid, device).get_group(_name_dimension(role))
+    return build_mesh(grid, device).get_group(name_dimension(grid, role))
 
 
 class ProcessMesh:
@@ -51,14 +51,14 @@ class ProcessMesh:
     @property
     def description(self) -> str:
         """The dimensions larger than one, as text."""
-        sizes = [f"{_name_dimension(role)} {self.grid.size(role)}" for role in self.grid.roles]
-        return " x ".join(sizes) or f"{_name_dimension('shard')} 1"
+        sizes = [f"{name_dimension(self.grid, role)} {self.grid.size(role)}" for role in self.grid.roles]
+        return " x ".join(sizes) or f"{name_dimension(self.grid, 'shard')} 1"
 
     @property
     def dimensions(self) -> tuple[tuple[Role, ...], tuple[Role, ...], tuple[Role, ...]]:
         """The roles of the replicas of a parameter shard, of its shards, and of tensor parallel ranks.
 
-        Context parallel ranks hold parameters like data parallel ranks.
+        Ranks that split sequences hold parameters like data parallel ranks.
         """
         if self.shards:
             return ("data",), ("shard", "sequence"), ("tensor",)
@@ -75,17 +75,13 @@ class ProcessMesh:
     def shard(self) -> DeviceMesh:
         """The mesh for `fully_shard`: `[shards]`, or `[replicas, shards]`."""
         replicas, shards, _ = self.dimensions
-        names = [_name_dimension(roles[0]) for roles in (replicas, shards)]
+        names = [name_dimension(self.grid, roles[0]) for roles in (replicas, shards)]
         return self._parameters[tuple(names)] if self.grid.size(*replicas) > 1 else self._parameters[names[1]]
 
     @property
     def tp(self) -> DeviceMesh | None:
         """The mesh of tensor parallel ranks, or None."""
-        return self._parameters[_name_dimension("tensor")] if self.grid.size("tensor") > 1 else None
-
-
-def _name_dimension(role: Role) -> str:
-    return DIMENSION_NAMES.get(role, role)
+        return self._parameters[name_dimension(self.grid, "tensor")] if self.grid.size("tensor") > 1 else None
 
 
 @cache
@@ -93,7 +89,7 @@ def _build_mesh(
     world: object, device: str, grid: RankGrid, dimensions: tuple[tuple[Role, ...], ...]
 ) -> DeviceMesh:
     """Return the mesh whose dimensions are roles of the grid, also combined; each is named by its first role."""
-    names = tuple(_name_dimension(roles[0]) for roles in dimensions)
+    names = tuple(name_dimension(grid, roles[0]) for roles in dimensions)
     ranks, sizes = grid.arrange(*dimensions)
     return _create_mesh(world, device, names, ranks, sizes)
 

@@ -1,13 +1,11 @@
-"""Context parallelism: exact attention over sequences that are sharded over ranks, forward and backward."""
+"""Context and sequence parallelism: sequences sharded over ranks, in whose context attention covers full sequences."""
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +16,8 @@ from torch import overrides
 from typing_extensions import override
 
 from accel_runtime.foundation.torch_internals import function_modes
-from accel_runtime.parallel.sequence_shards import ShardedSequences, sequence_dim, sequence_slices
+from accel_runtime.parallel.sequence_shards import Form, ShardedSequences, sequence_dim, sequence_slices
+from accel_runtime.parallel.sharded_attention import ShardedAttention, build_attention, describe_tensor
 from accel_runtime.parallel.transformers_attention import shard_transformers
 
 __all__ = ["gather_sequence", "shard_sequences"]
@@ -58,14 +57,16 @@ def shard_sequences(
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: AbstractSet[torch.Tensor] | None = None,
+    form: Form = "cp",
 ) -> Iterator[None]:
     """Shard sequences inside of the context; attention covers the full sequence.
 
     Args:
-        group: The context parallel ranks; with None or one rank nothing is sharded.
+        group: The ranks that shard sequences; with None or one rank nothing is sharded.
         buffers: Tensors with a sequence dimension, which are sharded in place.
         buffer_seq_dims: The sequence dimension of each.
         no_restore_buffers: Buffers that stay sharded at the end.
+        form: The key of the profile: attention gathers keys (`cp`), or exchanges heads (`sp`).
 
     Raises:
         ValueError: The arguments do not match, or a length is not divisible.
@@ -79,7 +80,7 @@ def shard_sequences(
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     kept_ids = {id(tensor) for tensor in no_restore_buffers or ()}
     is_alone = group is None or group.size() == 1
-    problem = _find_problem(tensors, dims, kept_ids, 1 if group is None else group.size())
+    problem = _find_problem(tensors, dims, kept_ids, 1 if group is None else group.size(), form)
     if group is None or is_alone:
         if problem:
             raise ValueError(problem)
@@ -94,9 +95,8 @@ def shard_sequences(
     try:
         for tensor, dim in zip(tensors, dims, strict=True):
             tensor.data = ShardedSequences(group).slice(tensor.data, dim)
-        sequences = ShardedSequences(group, tensors, dims)
-        patched = _PatchedAttention(_Attention(sequences))
-        with patched, shard_transformers(sequences, patched.allow_products):
+        attention = build_attention(ShardedSequences(group, tensors, dims, form))
+        with _PatchedAttention(attention), shard_transformers(attention):
             yield
     finally:
         for tensor, full in zip(tensors, full_tensors, strict=True):
@@ -120,11 +120,13 @@ def gather_sequence(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | N
     if group is None or group.size() == 1:
         return tensor
     sequences = ShardedSequences(group)
-    sequences.agree(f"gather_sequence of {_describe(tensor)} along {dim}")
+    sequences.agree(f"gather_sequence of {describe_tensor(tensor)} along {dim}")
     return sequences.gather(tensor, dim)
 
 
-def _find_problem(tensors: list[torch.Tensor], dims: list[int], kept_ids: set[int], parts: int) -> str | None:
+def _find_problem(
+    tensors: list[torch.Tensor], dims: list[int], kept_ids: set[int], parts: int, form: Form
+) -> str | None:
     """Return why sequences cannot be sharded, or None."""
     if len(tensors) != len(dims):
         return (
@@ -138,7 +140,7 @@ def _find_problem(tensors: list[torch.Tensor], dims: list[int], kept_ids: set[in
         )
     try:
         for tensor, dim in zip(tensors, dims, strict=True):
-            sequence_slices(tensor.shape[sequence_dim(tensor, dim)], parts, 0)
+            sequence_slices(tensor.shape[sequence_dim(tensor, dim)], parts, 0, form)
             if tensor.requires_grad:
                 return (
                     f"maybe_context_parallel cannot shard a buffer of shape {list(tensor.shape)}: it is a tensor that requires "
@@ -149,161 +151,19 @@ def _find_problem(tensors: list[torch.Tensor], dims: list[int], kept_ids: set[in
     return None
 
 
-def _describe(tensor: torch.Tensor | None) -> str:
-    if tensor is None:
-        return "none"
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-class _Attention:
-    """`scaled_dot_product_attention` for sharded sequences.
-
-    Keys and values are gathered, and each rank computes the rows of its queries. With a causal mask a rank has a chunk of the
-    front and one of the end of a sequence, so the work is balanced.
-    """
-
-    def __init__(self, sequences: ShardedSequences) -> None:
-        self.sequences = sequences
-        self._parts, self._rank = sequences.parts, sequences.rank
-
-    def __call__(  # noqa: PLR0913, PLR0917 - torch's signature
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Compute torch's attention over full sequences."""
-        self._agree(query, key, value, attn_mask, causal=is_causal)
-        key, value = (self.sequences.gather(tensor, -2) for tensor in (key, value))
-        attention: Callable[..., torch.Tensor] = partial(
-            F.scaled_dot_product_attention, dropout_p=dropout_p, **options
-        )
-        if not is_causal:
-            return attention(query, key, value, attn_mask=self._local_mask(attn_mask, query, key))
-        slices = sequence_slices(key.size(-2), self._parts, self._rank)
-        pieces = torch.split(query, [end - begin for begin, end in slices], -2)
-        outputs = [
-            attention(
-                piece,
-                key[..., :end, :],
-                value[..., :end, :],
-                attn_mask=torch.ones(end - begin, end, dtype=torch.bool, device=query.device).tril(begin),
-            )
-            for piece, (begin, end) in zip(pieces, slices, strict=True)
-        ]
-        return torch.cat(outputs, -2)
-
-    def _agree(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        *,
-        causal: bool,
-    ) -> None:
-        """Compare the call with the other ranks, and raise on all of them if one cannot do it."""
-        # A nested tensor has no shape.
-        problem = self._find_nested(query, key, value)
-        if problem:
-            self.sequences.reject(problem)
-        problem = self._find_problem(query, key, mask, causal=causal) or self._find_mask_problem(
-            mask, query, key
-        )
-        tensors = ", ".join(map(_describe, (query, key, value)))
-        self.sequences.agree(
-            f"attention of {tensors} with the mask {_describe(mask)}{' and is_causal' if causal else ''}",
-            problem,
-        )
-
-    @staticmethod
-    def _find_nested(*tensors: torch.Tensor) -> str | None:
-        if not any(tensor.is_nested for tensor in tensors):
-            return None
-        return (
-            "Attention over sharded sequences failed: nested tensors cannot be divided along the sequence. Pad them, or set cp to "
-            "1."
-        )
-
-    def _find_problem(
-        self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
-    ) -> str | None:
-        # torch's CausalBias, without importing its slow module.
-        bias = sys.modules.get("torch.nn.attention.bias")
-        is_causal_bias = bias is not None and isinstance(mask, bias.CausalBias)
-        if is_causal_bias or (causal and mask is not None):
-            return (
-                "Attention over sharded sequences failed: it has is_causal=True or a CausalBias, and a mask. Give is_causal=True or "
-                "a mask of tensors, one of them."
-            )
-        if causal and query.size(-2) != key.size(-2):
-            return (
-                f"Attention over sharded sequences failed: is_causal needs as many queries as keys, and this rank has "
-                f"{query.size(-2)} and {key.size(-2)}. Give a mask of tensors."
-            )
-        if not self.sequences.is_shard(key.size(-2)):
-            lengths = ", ".join(map(str, sorted(self.sequences.lengths)))
-            return (
-                f"Attention over sharded sequences failed: attention has {key.size(-2)} keys on this rank, and its part of the "
-                f"sequence is {lengths} long. Give every sequence that is attended to in buffers of maybe_context_parallel; a cache "
-                "of keys, as for generating text, needs cp to be 1."
-            )
-        return None
-
-    def _find_mask_problem(
-        self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-    ) -> str | None:
-        if mask is None:
-            return None
-        num_queries, num_keys = query.size(-2), key.size(-2) * self._parts
-        rows, columns = (1, *mask.shape)[-2:]
-        if (columns == key.size(-2) and rows == 1) or (
-            columns in {1, num_keys} and rows in {1, num_queries, num_queries * self._parts}
-        ):
-            return None
-        return (
-            f"Attention over sharded sequences failed: the attention mask has {rows} rows and {columns} columns on this rank, which "
-            f"has {num_queries} of the sequence's {num_keys} positions. Give the rows of this rank, or all, with a column for every "
-            f"one of the {num_keys} keys; or one row with this rank's keys; or is_causal=True and no mask."
-        )
-
-    def _local_mask(
-        self, mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return this rank's rows of a mask, for all keys."""
-        if mask is None:
-            return None
-        rows, columns = (1, *mask.shape)[-2:]
-        if rows == 1 and columns == key.size(-2) // self._parts:
-            return self.sequences.gather(mask.contiguous(), -1)
-        return mask if rows in {1, query.size(-2)} else self.sequences.slice(mask, -2)
-
-
 class _PatchedAttention(overrides.TorchFunctionMode):
     """Replace torch's attention inside of the context, also in recomputation."""
 
-    def __init__(self, attention: _Attention) -> None:
+    def __init__(self, attention: ShardedAttention) -> None:
         super().__init__()
         self._attention = attention
-        self._products_allowed = False
-
-    @contextmanager
-    def allow_products(self) -> Iterator[None]:
-        """Allow products of queries and keys inside of the context, since the keys are gathered."""
-        self._products_allowed = True
-        try:
-            yield
-        finally:
-            self._products_allowed = False
 
     @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if self._attention.is_full:
+            return func(*args, **kwargs or {})
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs or {})
         if func in _CALLERS_OF_ATTENTION:
@@ -321,11 +181,11 @@ class _PatchedAttention(overrides.TorchFunctionMode):
             )
         if name == _COMPILED_CHECKPOINT:
             self._attention.sequences.reject(
-                "Compiling with context parallelism failed: torch.compile does not let attention in activation checkpoints be "
+                f"Compiling with {self._attention.sequences.title} failed: torch.compile does not let attention in activation checkpoints be "
                 "replaced. Compile the model without activation checkpointing, or only what is inside of a checkpoint."
             )
         result = func(*args, **kwargs or {})
-        if name in _BATCHED_PRODUCTS and not self._products_allowed:
+        if name in _BATCHED_PRODUCTS:
             self._check_product(result, args[_BATCHED_PRODUCTS[name] :])
         return result
 
@@ -366,7 +226,7 @@ def _find_multi_head_problem(*args: Any, **options: Any) -> str | None:
     if arguments["bias_k"] is not None or arguments["add_zero_attn"]:
         return (
             "nn.MultiheadAttention over sharded sequences failed: add_bias_kv and add_zero_attn add keys that are not of the "
-            "sequence, and every rank would add them. Create it without, or set cp to 1."
+            "sequence, and every rank would add them. Create it without, or set cp and sp to 1."
         )
     return None
 

@@ -77,8 +77,8 @@ class TorchTensorParallelConfig(Configuration):
 
 _COMBINED = {
     "dp": ("dp_replicate", "dp_shard"),
-    "dp_shard_cp": ("dp_shard", "cp"),
-    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+    "dp_shard_cp": ("dp_shard", "cp", "sp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp", "sp"),
 }
 """Dimensions of a mesh that are combinations of others."""
 
@@ -87,10 +87,11 @@ _COMBINED = {
 class ParallelismConfig(Configuration):
     """The sizes of the dimensions of parallelism, for `Accelerator(parallelism_config=...)`.
 
-    A size of None is taken from the profile. `cp_size` shards sequences; `sp_size` belongs to DeepSpeed.
+    A size of None is taken from the profile. `cp_size` shards sequences and gathers keys for attention; `sp_size` shards them and
+    exchanges heads.
 
     Raises:
-        ValueError: A size is below 1, a backend is not torch's, or a setting belongs to DeepSpeed.
+        ValueError: A size is below 1, both shard sequences, a backend is not torch's, or a setting belongs to DeepSpeed.
     """
 
     dp_replicate_size: int | None = None
@@ -120,11 +121,13 @@ class ParallelismConfig(Configuration):
                     f"Invalid ParallelismConfig.{name} {size!r}: expected a whole number above 0{or_auto}."
                 )
         _check_value("cp_backend", self.cp_backend, "torch")
-        _check_value("sp_backend", self.sp_backend, "deepspeed")
-        if (self.sp_size or 1) > 1 or self.sp_handler is not None:
+        if self.sp_backend != "deepspeed":
+            _check_value("sp_backend", self.sp_backend, "torch")
+        if self.sp_handler is not None or (self.sp_backend == "deepspeed" and self.sp_enabled):
             raise ValueError(
-                "ParallelismConfig: sp_size and sp_handler are not supported: they are for the sequence parallelism of DeepSpeed, "
-                "which accel does not have. Use cp_size, with fully_shard, to shard sequences."
+                "ParallelismConfig: sp_handler and sp_backend='deepspeed' are not supported: they are for the sequence parallelism "
+                "of DeepSpeed, whose loader splits sequences. Remove them, keep sp_size, and train inside of "
+                "accelerator.maybe_context_parallel."
             )
         _check_type("tp_handler", self.tp_handler, TorchTensorParallelConfig)
         _check_type("cp_handler", self.cp_handler, TorchContextParallelConfig)
@@ -135,14 +138,14 @@ class ParallelismConfig(Configuration):
         sizes = {
             size.profile_key.removeprefix("parallel."): getattr(self, size.argument)
             for size in sharding.MESH_SIZES
-        }
+        } | {"sp": self.sp_size}
         styles = None if plan is None else tuple((name, style) for name, style in plan)
         return replace(otherwise or Parallel(), **_drop_none({**sizes, "tp_plan": styles}))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Return a device mesh with a dimension for each size above 1; collective.
 
-        Its dimensions are among `dp_replicate`, `dp_shard`, `cp` and `tp`, and their combinations `dp`, `dp_shard_cp` and
+        Its dimensions are among `dp_replicate`, `dp_shard`, `cp`, `sp` and `tp`, and their combinations `dp`, `dp_shard_cp` and
         `dp_cp`. An `Accelerator` does not need it: `accelerator.torch_device_mesh` is its own mesh.
 
         Args:
@@ -160,6 +163,7 @@ class ParallelismConfig(Configuration):
             "dp_replicate": self.dp_replicate_size or 1,
             "dp_shard": self.dp_shard_size or 1,
             "cp": self.cp_size or 1,
+            "sp": self.sp_size or 1,
             "tp": self.tp_size or 1,
         }
         if sizes["dp_shard"] == "auto":
@@ -202,13 +206,13 @@ class ParallelismConfig(Configuration):
 
     @property
     def cp_enabled(self) -> bool:
-        """Return True if sequences are sharded."""
+        """Return True if sequences are sharded, and attention gathers keys."""
         return self.cp_size not in {None, 1}
 
     @property
     def sp_enabled(self) -> bool:
-        """Return False: `cp_size` shards sequences."""
-        return False
+        """Return True if sequences are sharded, and attention exchanges heads."""
+        return self.sp_size not in {None, 1}
 
     @property
     def data_parallel_size(self) -> int:
@@ -223,7 +227,7 @@ class ParallelismConfig(Configuration):
     @property
     def non_data_parallel_size(self) -> int:
         """Return the number of processes that compute the same batch."""
-        return (self.tp_size or 1) * (self.cp_size or 1)
+        return (self.tp_size or 1) * (self.cp_size or 1) * (self.sp_size or 1)
 
     @property
     def total_size(self) -> int:
@@ -352,15 +356,15 @@ def merge_settings(
 def build_parallelism_config(parallel: Parallel, world_size: int) -> ParallelismConfig:
     """Return the settings of a run as a configuration in which every size is a number."""
     grid = parallel.build_grid(world_size)
-    cp, tp = grid.size("sequence"), grid.size("tensor")
+    cp, tp = parallel.cp, grid.size("tensor")
     return ParallelismConfig(
         dp_replicate_size=grid.size("data"),
         dp_shard_size=grid.size("shard"),
         tp_size=tp,
         cp_size=cp,
         cp_backend="torch",
-        sp_size=1,
-        sp_backend="deepspeed",
+        sp_size=parallel.sp,
+        sp_backend="torch" if parallel.sp > 1 else "deepspeed",
         tp_handler=TorchTensorParallelConfig() if tp > 1 else None,
         cp_handler=TorchContextParallelConfig("allgather") if cp > 1 else None,
         tp_plan=parallel.tp_plan or None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,13 @@ from accel_runtime.collectives.transport import GlooTransport
 from accel_runtime.foundation.torch_internals import group_timeout, storage_id, without_compilation
 
 __all__ = [
+    "Form",
     "ShardedSequences",
     "join_sequence",
     "sequence_dim",
     "sequence_slices",
     "slice_sequence",
+    "split_sequence",
 ]
 
 # torch 2.13 has other names for them, and warns of the old ones.
@@ -26,6 +29,11 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
+
+
+Form = Literal["cp", "sp"]
+"""The key of the profile that shards sequences: attention gathers the keys of all ranks (`cp`), or exchanges heads (`sp`)."""
+_TITLES: dict[Form, str] = {"cp": "context parallelism", "sp": "sequence parallelism"}
 
 
 class ShardedSequences:
@@ -39,12 +47,19 @@ class ShardedSequences:
         group: The ranks, more than one.
         buffers: The shards of this rank.
         dims: The sequence dimension of each.
+        form: The key of the profile.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, buffers: Sequence[torch.Tensor] = (), dims: Sequence[int] = ()
+        self,
+        group: dist.ProcessGroup,
+        buffers: Sequence[torch.Tensor] = (),
+        dims: Sequence[int] = (),
+        form: Form = "cp",
     ) -> None:
         self.group, self.parts, self.rank = group, group.size(), group.rank()
+        self.form: Form = form
+        self.title = _TITLES[form]
         self.lengths = {buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True)}
         """The lengths of this rank's shards; empty without buffers."""
         self._storages = {storage_id(buffer) for buffer in buffers}
@@ -78,7 +93,7 @@ class ShardedSequences:
         """Raise ValueError on all ranks, or MismatchError if the others have no such problem; collective."""
         # torch compiles flex_attention without graph breaks.
         if not torch.compiler.is_compiling():
-            self.agree("context parallelism", problem)
+            self.agree(self.title, problem)
         raise ValueError(problem)
 
     def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
@@ -89,6 +104,25 @@ class ShardedSequences:
     def slice(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's shard of a full sequence."""
         return slice_sequence(full, dim, self.parts, self.rank)
+
+    def exchange(
+        self, pieces: Sequence[Sequence[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[torch.Tensor]]:
+        """Send pieces to each rank and receive those of each, with gradients, in one collective.
+
+        Args:
+            pieces: For each rank, the tensors that it receives.
+            shapes: For each rank, the shapes of the tensors that it sends to this one.
+
+        Returns:
+            For each rank, its tensors.
+        """
+        flat = torch.cat([piece.reshape(-1) for sent in pieces for piece in sent])
+        sizes = [[math.prod(shape) for shape in received] for received in shapes]
+        counts = [sum(piece.numel() for piece in sent) for sent in pieces]
+        received: torch.Tensor = _AllToAll.apply(flat, counts, [sum(each) for each in sizes], self.group)  # type: ignore[no-untyped-call]
+        items = iter(torch.split(received, [size for each in sizes for size in each]))
+        return [[next(items).view(*shape) for shape in each] for each in shapes]
 
 
 @cache
@@ -121,7 +155,26 @@ class _GatherSequence(torch.autograd.Function):
         return shard, None, None
 
 
-def sequence_slices(length: int, parts: int, part: int) -> list[tuple[int, int]]:
+class _AllToAll(torch.autograd.Function):
+    """Send a part of a flat tensor to each rank; send gradients back in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flat: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        output = flat.new_empty(sum(received))
+        dist.all_to_all_single(output, flat, received, sent, group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        output = grad.new_empty(sum(ctx.sent))
+        dist.all_to_all_single(output, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return output, None, None, None
+
+
+def sequence_slices(length: int, parts: int, part: int, form: Form = "cp") -> list[tuple[int, int]]:
     """Return the chunks of a shard, as pairs of begin and end.
 
     A shard has a chunk of the front and its mirror image at the end, to balance causal attention. A length that is only
@@ -133,7 +186,7 @@ def sequence_slices(length: int, parts: int, part: int) -> list[tuple[int, int]]
     if length % parts:
         near = f"{length - length % parts} or {length + parts - length % parts}"
         raise ValueError(
-            f"A sequence of {length} cannot be sharded: {parts} ranks (cp: {parts}) need equal shards. Pad or truncate it to {near}."
+            f"A sequence of {length} cannot be sharded: {parts} ranks ({form}: {parts}) need equal shards. Pad or truncate it to {near}."
         )
     if parts == 1:
         return [(0, length)]
@@ -156,6 +209,17 @@ def slice_sequence(tensor: torch.Tensor, dim: int, parts: int, part: int) -> tor
     """Return a shard of a full sequence in new memory."""
     slices = sequence_slices(tensor.shape[dim], parts, part)
     return torch.cat([tensor.narrow(dim, begin, end - begin) for begin, end in slices], dim)
+
+
+def split_sequence(tensor: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
+    """Return all shards of a full sequence; its gradient is joined in one operation."""
+    length = tensor.shape[dim]
+    slices = [sequence_slices(length, parts, part) for part in range(parts)]
+    begins = sorted(begin for each in slices for begin, _ in each)
+    ends = [*begins[1:], length]
+    chunks = torch.split(tensor, [end - begin for begin, end in zip(begins, ends, strict=True)], dim)
+    by_begin = dict(zip(begins, chunks, strict=True))
+    return [torch.cat([by_begin[begin] for begin, _ in each], dim) for each in slices]
 
 
 def join_sequence(shards: list[torch.Tensor], dim: int) -> torch.Tensor:

@@ -1,23 +1,24 @@
-"""Attention of transformers models over sharded sequences: masks from full positions, and keys of all ranks.
+"""Attention of transformers models over sharded sequences: masks from full positions, and full sequences for each layer.
 
 A model of transformers makes its attention mask from the lengths and positions that it sees, which are those of one rank. Inside
 of `shard_transformers` its mask functions see full lengths, masks and positions, so they make the decisions of one process, and
-return the rows of this rank. The functions are replaced where all models look them up (transformers 4.57 to 5.23).
+return the rows that attention needs on this rank. The functions are replaced where all models look them up (transformers 4.57 to 5.23).
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from accel_runtime.foundation.torch_internals import without_compilation
-from accel_runtime.parallel.sequence_shards import ShardedSequences, sequence_slices, slice_sequence
+from accel_runtime.parallel.sequence_shards import ShardedSequences, slice_sequence
+from accel_runtime.parallel.sharded_attention import ShardedAttention, describe_tensor
 
 __all__ = ["shard_transformers"]
 
@@ -35,14 +36,11 @@ _POOLING_MODELS = ("ForSequenceClassification", "ForMultipleChoice")
 
 
 @contextmanager
-def shard_transformers(
-    sequences: ShardedSequences, allow_products: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
+def shard_transformers(attention: ShardedAttention) -> Iterator[None]:
     """Make models of transformers attend to full sequences inside of the context.
 
     Args:
-        sequences: The sequences that are sharded.
-        allow_products: A context in which attention may multiply queries with gathered keys.
+        attention: Attention over the sequences that are sharded.
     """
     # A model has imported both.
     models: Any = sys.modules.get("transformers.modeling_utils")
@@ -54,7 +52,7 @@ def shard_transformers(
     is_supported = hasattr(interface, "get_interface") and all(
         hasattr(masks, name) for name in _MASK_FUNCTIONS
     )
-    checks = _ModelChecks(sequences, is_supported=is_supported)
+    checks = _ModelChecks(attention.sequences, is_supported=is_supported)
     with ExitStack() as stack:
         stack.enter_context(_replaced(models.PreTrainedModel, "__call__", checks.call))
         losses: Any = sys.modules.get("transformers.loss.loss_utils")
@@ -64,7 +62,7 @@ def shard_transformers(
                 losses.LOSS_MAPPING[name] = checks.wrap_loss(name, loss)
                 stack.callback(losses.LOSS_MAPPING.__setitem__, name, loss)
         if is_supported:
-            builder = _MaskBuilder(sequences, masks)
+            builder = _MaskBuilder(attention, masks)
             replacements = {
                 "_preprocess_mask_arguments": builder.preprocess,
                 "packed_sequence_compatibility_function": builder.separate_documents,
@@ -73,8 +71,8 @@ def shard_transformers(
             }
             for name, replacement in replacements.items():
                 stack.enter_context(_replaced(masks, name, replacement))
-            attention = _InterfaceSelection(sequences, interface.get_interface, allow_products)
-            stack.enter_context(_replaced(interface, "get_interface", attention.select))
+            selection = _InterfaceSelection(attention, interface.get_interface)
+            stack.enter_context(_replaced(interface, "get_interface", selection.select))
         yield
 
 
@@ -141,32 +139,38 @@ class _ModelChecks:
         if not self._is_supported:
             version = getattr(sys.modules.get("transformers"), "__version__", "")
             return f"accel cannot give transformers {version} the positions of other ranks. Install transformers 5"
+        form = self._sequences.form
         if pooling := next((word for word in _POOLING_MODELS if word in type(model).__name__), None):
-            return f"{pooling} reads one position of a sequence, which one rank has. Set cp to 1"
+            return f"{pooling} reads one position of a sequence, which one rank has. Set {form} to 1"
         config = getattr(model, "config", None)
         layers = set(getattr(getattr(config, "text_config", config), "layer_types", None) or ())
         if others := layers - _LAYERS_WITH_ATTENTION:
             return (
-                f"its layers {', '.join(sorted(others))} pass a state along the sequence, and see this rank's part only. Set cp to "
+                f"its layers {', '.join(sorted(others))} pass a state along the sequence, and see this rank's part only. Set {form} to "
                 "1"
             )
         if getattr(config, "alibi", False):
-            return "its biases (ALiBi) are those of this rank's part of the sequence. Set cp to 1"
-        parameters = inspect.signature(model.forward).parameters
-        return _find_position_problem(model, dict(zip(parameters, args, strict=False)) | options)
+            return f"its biases (ALiBi) are those of this rank's part of the sequence. Set {form} to 1"
+        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | options
+        if form == "sp" and (given.get("output_attentions") or getattr(config, "output_attentions", False)):
+            return "output_attentions needs the weights of all heads, and a rank computes a part of them. Use cp instead of sp"
+        return _find_position_problem(model, given, form)
 
     def _reject(self, model: Any, problem: str) -> NoReturn:
-        self._sequences.reject(f"{type(model).__name__} with context parallelism failed: {problem}.")
+        self._sequences.reject(f"{type(model).__name__} with {self._sequences.title} failed: {problem}.")
 
 
-def _find_position_problem(model: Any, given: dict[str, Any]) -> str | None:
+def _find_position_problem(model: Any, given: dict[str, Any], form: str) -> str | None:
     """Return why a model called with these arguments would have other positions than one process, or None."""
     positions, inputs = given.get("position_ids"), given.get("input_ids")
     if positions is None:
         # Models have it, and so do layers that are called with positions.
         models = (part for part in model.modules() if hasattr(part, "base_model_prefix"))
         if not any("position_ids" in inspect.signature(part.forward).parameters for part in models):
-            return "it has no position_ids, so it counts positions from 0 on every rank. Set cp to 1, or use a model with position_ids"
+            return (
+                f"it has no position_ids, so it counts positions from 0 on every rank. Set {form} to 1, or use a model with "
+                "position_ids"
+            )
         return (
             "position_ids is missing, and the model would count positions from 0 on every rank. Create the positions of the full "
             "sequence before maybe_context_parallel, add them to its buffers, and give them as position_ids"
@@ -187,12 +191,12 @@ class _MaskBuilder:
     """Replacements for functions of `transformers.masking_utils`.
 
     Args:
-        sequences: The sequences that are sharded.
+        attention: Attention over the sequences that are sharded.
         masks: The module.
     """
 
-    def __init__(self, sequences: ShardedSequences, masks: Any) -> None:
-        self._sequences, self._masks = sequences, masks
+    def __init__(self, attention: ShardedAttention, masks: Any) -> None:
+        self._attention, self._sequences, self._masks = attention, attention.sequences, masks
         self._preprocess = masks._preprocess_mask_arguments  # noqa: SLF001 - all mask functions call it
         self._separate = masks.packed_sequence_compatibility_function
         self._pad_blocks = masks.maybe_pad_block_sequence_ids
@@ -210,9 +214,9 @@ class _MaskBuilder:
         encoder = arguments.get("encoder_hidden_states")
         keys = inputs_embeds if encoder is None else encoder
         self._sequences.agree(
-            f"the attention mask of a model with {_shape(inputs_embeds)} embeddings, the mask {_shape(mask)} and the positions "
-            f"{_shape(positions)}",
-            _find_implementation_problem(getattr(config, "_attn_implementation", None))
+            f"the attention mask of a model with {describe_tensor(inputs_embeds)} embeddings, the mask {describe_tensor(mask)} and the positions "
+            f"{describe_tensor(positions)}",
+            _find_implementation_problem(getattr(config, "_attn_implementation", None), self._sequences)
             or self._find_problem(keys.size(1), mask, positions),
         )
         arguments["inputs_embeds"] = self._stretch(inputs_embeds)
@@ -240,7 +244,7 @@ class _MaskBuilder:
     @without_compilation
     def pad_blocks(self, block_ids: torch.Tensor, *args: Any, **options: Any) -> Any:
         """Call `maybe_pad_block_sequence_ids` with the blocks of all ranks."""
-        self._sequences.agree(f"blocks of a model with the ids {_shape(block_ids)}")
+        self._sequences.agree(f"blocks of a model with the ids {describe_tensor(block_ids)}")
         if self._sequences.is_shard(block_ids.size(-1)):
             block_ids = self._sequences.gather(block_ids.contiguous(), -1)
         blocks = self._pad_blocks(block_ids, *args, **options)
@@ -248,7 +252,7 @@ class _MaskBuilder:
         return blocks
 
     def build_interface(self) -> Any:
-        """Return the mapping of mask functions, which return the rows of this rank."""
+        """Return the mapping of mask functions, which return the rows that this rank needs."""
         mapping = type(self._masks.ALL_MASK_ATTENTION_FUNCTIONS)()
         original = self._masks.ALL_MASK_ATTENTION_FUNCTIONS
         for name in ("sdpa", "eager"):
@@ -269,7 +273,9 @@ class _MaskBuilder:
                 return build(**arguments | {"mask_function": request})
             except _MaskRequestedError:
                 pass
-            slices = sequence_slices(arguments["q_length"], self._sequences.parts, self._sequences.rank)
+            slices = self._attention.mask_slices(arguments["q_length"])
+            if slices == [(0, arguments["q_length"])]:
+                return build(**arguments)
             rows = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             offset = arguments.get("q_offset", 0)
             return torch.cat(
@@ -332,7 +338,7 @@ class _MaskBuilder:
             if isinstance(item, torch.Tensor):
                 return (
                     "The attention mask of a transformers model failed: its mask function reads a tensor of shape "
-                    f"{list(item.shape)}, which has this rank's part of the sequence. Set cp to 1."
+                    f"{list(item.shape)}, which has this rank's part of the sequence. Set {self._sequences.form} to 1."
                 )
             if isinstance(item, (list, tuple)):
                 pending += item
@@ -344,18 +350,12 @@ class _InterfaceSelection:
     """The replacement of `AttentionInterface.get_interface`.
 
     Args:
-        sequences: The sequences that are sharded.
+        attention: Attention over the sequences that are sharded.
         select: The original method.
-        allow_products: A context in which attention may multiply queries with gathered keys.
     """
 
-    def __init__(
-        self,
-        sequences: ShardedSequences,
-        select: Callable[..., Callable[..., Any]],
-        allow_products: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._sequences, self._allow_products = sequences, allow_products
+    def __init__(self, attention: ShardedAttention, select: Callable[..., Callable[..., Any]]) -> None:
+        self._attention = attention
         selection = self
 
         # A function, since a class passes its instance only to those.
@@ -366,8 +366,9 @@ class _InterfaceSelection:
         self.select = select_and_wrap
 
     def _wrap(self, implementation: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that checks its call, and gathers keys where torch's attention is not used."""
-        compute = function if implementation == "sdpa" else self._gather_keys(function)
+        """Return an attention function that checks its call, and computes over full sequences."""
+        sequences = self._attention.sequences
+        compute = self._attention.wrap(function, implementation or "eager")
 
         def attend(
             module: Any,
@@ -378,96 +379,35 @@ class _InterfaceSelection:
             *args: Any,
             **options: Any,
         ) -> Any:
-            problem = _find_implementation_problem(implementation) or _find_call_problem(
-                module, query, attention_mask, options
+            problem = (
+                _find_implementation_problem(implementation, sequences)
+                or _find_bias_problem(module, options, sequences)
+                or self._attention.find_call_problem(module, query, attention_mask, options)
             )
             if problem:
-                self._sequences.reject(problem)
+                sequences.reject(problem)
             return compute(module, query, key, value, attention_mask, *args, **options)
 
         return attend
 
-    def _gather_keys(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return an attention function that gathers keys and values for the queries of this rank."""
 
-        def attend(
-            module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **options: Any
-        ) -> Any:
-            sequences = self._sequences
-            sequences.agree(
-                f"eager attention of {_shape(query)}, {_shape(key)}, {_shape(value)} with the mask {_shape(mask)}",
-                self._find_problem(module, query, key, mask),
-            )
-            key, value = sequences.gather(key, -2), sequences.gather(value, -2)
-            if mask is not None and mask.size(-2) not in {1, query.size(-2)}:
-                mask = sequences.slice(mask, -2)
-            with self._allow_products():
-                return function(module, query, key, value, mask, *args, **options)
-
-        return attend
-
-    def _find_problem(self, module: Any, query: torch.Tensor, key: torch.Tensor, mask: Any) -> str | None:
-        name, parts = type(module).__name__, self._sequences.parts
-        num_queries, num_keys = query.size(-2), key.size(-2) * parts
-        if any(
-            buffer.dim() > 1 and buffer.size(-1) == buffer.size(-2) > 1 for buffer in module.buffers(False)
-        ):
-            return (
-                f"Eager attention of {name} with context parallelism failed: the layer has a mask of its own, which starts at "
-                'position 0 on every rank. Create the model with attn_implementation="sdpa".'
-            )
-        if not self._sequences.is_shard(key.size(-2)):
-            return (
-                f"Eager attention of {name} with context parallelism failed: it has {key.size(-2)} keys on this rank, which is not "
-                "the length of its part of the sequence. Give every sequence that is attended to in buffers of "
-                "maybe_context_parallel, and use_cache=False."
-            )
-        if mask is not None and (
-            mask.size(-1) not in {1, num_keys} or mask.size(-2) not in {1, num_queries, num_queries * parts}
-        ):
-            return (
-                f"Eager attention of {name} with context parallelism failed: its mask has {mask.size(-2)} rows and {mask.size(-1)} "
-                f"columns, and the sequence has {num_keys} positions. Give a mask of the full sequence, or none."
-            )
-        return None
-
-
-def _find_implementation_problem(implementation: str | None) -> str | None:
+def _find_implementation_problem(implementation: str | None, sequences: ShardedSequences) -> str | None:
     if implementation in {None, "sdpa", "eager"}:
         return None
     return (
-        f"Attention of transformers with context parallelism failed: {implementation!r} sees this rank's part of the sequence only. "
+        f"Attention of transformers with {sequences.title} failed: {implementation!r} sees this rank's part of the sequence only. "
         'Create the model with attn_implementation="sdpa".'
     )
 
 
-def _find_call_problem(module: Any, query: Any, mask: Any, options: dict[str, Any]) -> str | None:
-    name = type(module).__name__
-    if options.get("position_bias") is not None:
-        return (
-            f"Attention of {name} with context parallelism failed: its bias of relative positions is computed for this rank's part "
-            "of the sequence only. Set cp to 1."
-        )
-    is_causal = options.get("is_causal")
-    if (
-        query.size(-2) == 1
-        and mask is None
-        and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    ):
-        return (
-            f"Attention of {name} with context parallelism failed: one position per rank is not masked by transformers. Pad the "
-            "sequence to twice the number of context parallel ranks."
-        )
-    return None
+def _find_bias_problem(module: Any, options: Mapping[str, Any], sequences: ShardedSequences) -> str | None:
+    if options.get("position_bias") is None:
+        return None
+    return (
+        f"Attention of {type(module).__name__} with {sequences.title} failed: its bias of relative positions is computed for this "
+        f"rank's part of the sequence only. Set {sequences.form} to 1."
+    )
 
 
 def _is_padding_mask(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == _PADDING_MASK_DIMENSIONS
-
-
-def _shape(item: Any) -> str:
-    return (
-        f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
-        if isinstance(item, torch.Tensor)
-        else "none"
-    )

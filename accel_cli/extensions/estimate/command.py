@@ -474,7 +474,10 @@ def _build_profile_keys(layout: dict[str, Any], wrap: str) -> dict[str, Any]:
     updates: dict[str, Any] = (
         {} if layout["wrapped"] else {f"fully_shard.{f.name}": None for f in fields(FullyShard)}
     )
-    updates |= {f"parallel.{name}": layout[name] for name in _SIZES} | {"parallel.cp": None}
+    updates |= {f"parallel.{name}": layout[name] for name in _SIZES} | {
+        "parallel.cp": None,
+        "parallel.sp": None,
+    }
     if layout["sharded"] and layout["devices"] == 1:
         updates["parallel.dp_shard"] = "auto"
     if layout["tp"] == 1:

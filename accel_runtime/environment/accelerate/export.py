@@ -260,14 +260,14 @@ def _export_sharding(settings: Settings, device: str, world_size: int | None) ->
     values: dict[Setting, str] = {}
     if parallel.shards and device != _CPU:
         values |= {sharding.USE_FSDP: _ON, **_export_fully_shard(settings.fully_shard)}
-    if _needs_mesh(parallel) and (sizes := _find_sizes(parallel, world_size)):
+    if _needs_mesh(parallel) and parallel.sp == 1 and (sizes := _find_sizes(parallel, world_size)):
         values |= {sharding.USE_PARALLELISM_CONFIG: _ON, **sizes}
     return values
 
 
 def _needs_mesh(parallel: Parallel) -> bool:
     """Return whether the layout has more than one dimension, or another one than shards."""
-    return (parallel.dp_replicate, parallel.cp, parallel.tp) != (1, 1, 1)
+    return (parallel.dp_replicate, parallel.splits_sequences, parallel.tp) != (1, 1, 1)
 
 
 def _find_sizes(parallel: Parallel, world_size: int | None) -> dict[Setting, str] | None:
@@ -362,7 +362,14 @@ def _list_layout_limits(settings: Settings, device: str, world_size: int | None)
         yield _format_limit(
             "parallel.tp_plan", "Load the model with tp_plan='auto', which has a plan of its own"
         )
-    if _needs_mesh(parallel) and _find_sizes(parallel, world_size) is None:
+    if parallel.sp > 1:
+        yield _format_limit(
+            "the section parallel"
+            if parallel.dp_replicate * parallel.tp > 1
+            else f"parallel.sp: {parallel.sp}",
+            "Set parallel.cp instead of parallel.sp, which needs an engine in Accelerate",
+        )
+    elif _needs_mesh(parallel) and _find_sizes(parallel, world_size) is None:
         yield _format_limit(
             "the section parallel",
             "Set parallel.dp_shard to a number, or launcher.nnodes to one: the number of processes is not known in advance",

@@ -448,7 +448,7 @@ DEEPSPEED = ConfigSection(
 
 # ParallelismConfig: the section, its variables, and its arguments.
 
-_SEQUENCE_PARALLEL = "sequence parallelism of DeepSpeed is not supported; use parallel.cp"
+_SEQUENCE_PARALLEL = "accel has it without DeepSpeed: set parallel.sp, and split sequences by accelerator.maybe_context_parallel"
 SP_PREFIX = "PARALLELISM_CONFIG_SP_"
 """The prefix of the variables of sequence parallelism."""
 CP_SIZE = Setting(
@@ -605,7 +605,7 @@ USE_PARALLELISM_CONFIG = Setting(
     options=("use_parallelism_config",),
     is_switch=True,
     variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-    advice="Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp or parallel.cp",
+    advice="Use --set parallel.dp_replicate=N, parallel.dp_shard, parallel.tp, parallel.cp or parallel.sp",
 )
 SHARDING_OPTIONS: Mapping[str, str] = MappingProxyType(
     {

@@ -280,8 +280,8 @@ def _check_sequence_parallel(read: VariableReader) -> None:
     name = sharding.SP_SIZE.variable
     if read.is_on(sharding.USE_PARALLELISM_CONFIG.variable) and read.number(name) not in {"", "1"}:
         raise SettingsError(
-            f"{name}={read.environ[name]} is not supported: accel does not have the sequence parallelism of DeepSpeed. Split "
-            f"sequences with {sharding.CP_SIZE.variable}."
+            f"{name}={read.environ[name]} is not supported: it is the sequence parallelism of DeepSpeed, whose loader splits "
+            "sequences. Set parallel.sp in the profile (ACCEL_PARALLEL_SP), and train inside of accelerator.maybe_context_parallel."
         )
 
 

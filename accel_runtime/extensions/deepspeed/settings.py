@@ -141,8 +141,8 @@ class DeepSpeed(Engine):
             for f in fields(part):
                 if (value := getattr(part, f.name)) != f.default:
                     reason = "DeepSpeed shards models itself"
-                    if f.name in {"tp", "cp", "tp_plan"}:
-                        reason = "DeepSpeed has no tensor or context parallelism in accel"
+                    if f.name in {"tp", "cp", "sp", "tp_plan"}:
+                        reason = "DeepSpeed has no tensor, context or sequence parallelism in accel"
                     return EngineConflict(f"{section}.{f.name}", value, reason)
         if settings.spmd:
             return EngineConflict("spmd", settings.spmd, "torch_xla shards models itself")
@@ -559,7 +559,7 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "pipeline": "accel has no pipeline parallelism. Use ZeRO stage 3, or parallel.tp.",
     "tensor_parallel": "AutoTP is not supported. Use parallel.tp with fully_shard.",
     "autotp_size": "AutoTP is not supported. Use parallel.tp with fully_shard.",
-    "sequence_parallel_size": "Ulysses is not supported. Use parallel.cp with fully_shard.",
+    "sequence_parallel_size": "accel has Ulysses without DeepSpeed. Use parallel.sp with fully_shard.",
     "expert_parallel": "expert parallelism is not supported. Use ZeRO stage 3, or fully_shard.",
     "moe": "expert parallelism is not supported. Use ZeRO stage 3, or fully_shard.",
     "compression_training": "compression is not supported. Quantize the trained model with another library.",
@@ -590,7 +590,7 @@ REFUSED: Mapping[str, str] = MappingProxyType({
     "datastates_ckpt": "checkpoints are saved by accelerator.save_state. Remove it.",
     "zero_force_ds_cpu_optimizer": "torch's fused optimizers step offloaded state. Set it to false.",
     "disable_allgather": "DeepSpeed 0.19 ignores it. Remove it.",
-    "seq_parallel_communication_data_type": "Ulysses is not supported. Use parallel.cp with fully_shard.",
+    "seq_parallel_communication_data_type": "accel has Ulysses without DeepSpeed. Use parallel.sp with fully_shard.",
     "wall_clock_breakdown": _PROFILER,
     "memory_breakdown": _PROFILER,
     "timers": _PROFILER,

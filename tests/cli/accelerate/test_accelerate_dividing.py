@@ -386,7 +386,7 @@ def test_other_keys_of_a_parallelism_config_are_reported():
     )
     omitted = map_reasons(result.left)
     assert "always uses allgather" in omitted["parallelism_config.parallelism_config_cp_comm_strategy"]
-    assert "use parallel.cp" in omitted["parallelism_config.parallelism_config_sp_size"]
+    assert "set parallel.sp" in omitted["parallelism_config.parallelism_config_sp_size"]
     assert "did you mean parallelism_config_tp_size" in omitted["parallelism_config.tp_size"]
 
 

@@ -49,6 +49,7 @@ def planned(launcher, machine=GPUS, nodes=None, environ=None, **options):
         (FOUR, {"dp_shard": "auto", "tp": 2}, "dp_shard 2 x tp 2"),
         (FOUR, {"dp_shard": 2, "dp_replicate": 2}, "dp_replicate 2 x dp_shard 2"),
         (FOUR, {"cp": 4}, "cp 4"),
+        (FOUR, {"sp": 2, "dp_shard": 2}, "dp_shard 2 x sp 2"),
         (SINGLE, {"dp_shard": "auto"}, "dp_shard 1"),
         (RANGE, {"dp_shard": "auto", "tp": 2}, "dp_shard 1 to 3 x tp 2"),
         (SLURM, {"dp_shard": 8, "dp_replicate": 2}, "dp_replicate 2 x dp_shard 8"),

@@ -189,7 +189,7 @@ def test_an_unknown_key_without_a_similar_one_lists_the_keys_of_its_section_once
     with pytest.raises(ProfileError) as caught:
         parse_assignments(["parallel.qqq=1", "nosuch=1", "zzz=1"])
     section, first, second = (problem.hint for problem in caught.value.problems)
-    assert section == "keys of parallel: dp_replicate, dp_shard, tp, cp, tp_plan"
+    assert section == "keys of parallel: dp_replicate, dp_shard, tp, cp, sp, tp_plan"
     assert "mixed_precision" in first
     assert "launcher.KEY" in first
     assert second == ""

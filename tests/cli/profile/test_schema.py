@@ -39,11 +39,12 @@ TORCHRUN = st.builds(
 NUMBERS = st.sampled_from(["auto", "fp32", "bf16", "fp16"])
 MODULES = st.from_regex(r"[a-z*]+(\.[a-z*]+)*", fullmatch=True)
 PARALLEL = st.builds(
-    ParallelSection,
+    lambda form, size, **others: ParallelSection(**{form: size}, **others),
+    st.sampled_from(["cp", "sp"]),
+    st.integers(1, 9),
     dp_replicate=st.integers(1, 9),
     dp_shard=st.integers(1, 9) | st.just("auto"),
     tp=st.integers(1, 9),
-    cp=st.integers(1, 9),
     tp_plan=st.dictionaries(MODULES, st.sampled_from(["colwise", "rowwise"]), max_size=2),
 )
 FULLY_SHARD = st.builds(

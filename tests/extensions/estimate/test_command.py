@@ -20,7 +20,7 @@ LAYOUT = {
 def test_a_sharded_layout_is_described_with_its_options():
     assert _describe_layout(LAYOUT) == "dp_shard 4, reshard"
     assert _build_profile_keys(LAYOUT, "Block,Head") == {
-        "parallel.dp_replicate": 1, "parallel.dp_shard": 4, "parallel.tp": 1, "parallel.cp": None, "parallel.tp_plan": None,
+        "parallel.dp_replicate": 1, "parallel.dp_shard": 4, "parallel.tp": 1, "parallel.cp": None, "parallel.sp": None, "parallel.tp_plan": None,
         "fully_shard.wrap": "Block,Head", "fully_shard.reshard_after_forward": True,
         "fully_shard.activation_checkpointing": False,
     }  # fmt: skip

@@ -197,6 +197,8 @@ def test_a_launch_inside_a_launch_replaces_the_variables_of_the_outer_one_silent
         (Settings(process_group_timeout=60), "process_group_timeout: 60 has no effect"),
         (Settings(process_group_backend="gloo"), "process_group_backend: gloo has no effect"),
         (Settings(parallel=Parallel(cp=4)), "Set parallel.dp_shard: auto"),
+        (Settings(parallel=Parallel(sp=4)), "parallel.sp: 4 has no effect"),
+        (Settings(parallel=Parallel(sp=4, tp=2)), "the section parallel has no effect"),
         (
             replace(SHARDED, fully_shard=FullyShard(reduce_dtype="bf16")),
             "fully_shard.reduce_dtype: bf16 has no effect",

@@ -16,6 +16,7 @@ from accel_runtime.environment.layouts import (
     Parallel,
     SettingsError,
     check_layout,
+    name_dimension,
 )
 from tests.runtime.environment.test_settings import every_parallel
 
@@ -51,10 +52,26 @@ def test_auto_takes_the_size_that_the_other_dimensions_leave(replicate, shard, t
     assert list_sizes(parallel, replicate * shard * cp * tp) == (replicate, shard, cp, tp)
 
 
+@given(small, small, small)
+def test_both_forms_of_splitting_sequences_have_the_same_ranks(shard, tp, parts):
+    grids = [
+        Parallel(dp_shard=shard, tp=tp, **{name: parts}).build_grid(shard * tp * parts)
+        for name in ("cp", "sp")
+    ]
+    assert grids[0].sizes == grids[1].sizes
+    names = [name_dimension(grid, "sequence") for grid in grids]
+    assert names == (["cp", "sp"] if parts > 1 else ["cp", "cp"])
+
+
+def test_sequences_are_split_in_one_form():
+    with pytest.raises(SettingsError, match=r"parallel\.cp 2 with parallel\.sp 4: .*\. Set one of them"):
+        Parallel(cp=2, sp=4)
+
+
 @given(every_parallel)
 def test_only_a_layout_without_sharding_is_plain(parallel):
-    sizes = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp)
-    assert parallel.plain == (sizes == (1, 1, 1, 1))
+    sizes = (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.cp, parallel.sp)
+    assert parallel.plain == (sizes == (1, 1, 1, 1, 1))
     assert list_sizes(parallel, None)[0] == parallel.dp_replicate
 
 
@@ -70,6 +87,7 @@ def test_sharding_on_one_process_is_not_plain():
     [
         (Parallel(tp=2), 4, "set dp_replicate: 2 (more replicas) or dp_shard: auto (more shards)"),
         (Parallel(dp_shard=4), 6, "is 4, and there are 6 processes. Start 4, or change the sizes"),
+        (Parallel(sp=3), 4, "dp_shard: 1 x sp: 3 x tp: 1 is 3, and there are 4 processes. Start 3"),
         (Parallel(tp=2), 1, "is 2, and there is 1 process. Start 2"),
         (Parallel(dp_shard="auto", tp=4), 6, "there are 6 processes, and 6 is not a multiple of 4"),
     ],
@@ -81,7 +99,7 @@ def test_an_error_suggests_sizes_that_fit(parallel, world, message):
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", "all", None])
-@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "tp", "cp"])
+@pytest.mark.parametrize("name", ["dp_replicate", "dp_shard", "tp", "cp", "sp"])
 def test_a_size_must_be_a_positive_integer(name, size):
     with pytest.raises(SettingsError, match=f"Invalid parallel.{name} "):
         Parallel(**{name: size})
@@ -140,6 +158,7 @@ def test_an_invalid_reshard_after_forward_is_rejected():
         (Parallel(tp=2), {"activation_checkpointing": True, "wrap": "Block"}, []),
         (Parallel(tp=2), {"reduce_dtype": "fp32"}, ["reduce_dtype"]),
         (Parallel(cp=2), {"cpu_offload": True}, []),
+        (Parallel(sp=2), {"cpu_offload": True}, []),
         (Parallel(dp_shard="auto"), {"cpu_offload": True}, []),
         (Parallel(), {}, []),
     ],

@@ -32,11 +32,12 @@ sizes = st.integers(1, 99)
 names = st.from_regex(r"[A-Za-z_*][A-Za-z0-9_.*]*", fullmatch=True)
 numbers = st.sampled_from(get_args(Number))
 every_parallel = st.builds(
-    Parallel,
+    lambda form, size, **others: Parallel(**{form: size}, **others),
+    st.sampled_from(["cp", "sp"]),
+    sizes,
     dp_replicate=sizes,
     dp_shard=sizes | st.just("auto"),
     tp=sizes,
-    cp=sizes,
     tp_plan=st.lists(st.tuples(names, st.sampled_from(STYLES)), max_size=3).map(tuple),
 )
 every_fully_shard = st.builds(

@@ -177,6 +177,17 @@ def test_sizes_and_a_tp_plan_become_settings():
     assert config.parallel() == expected
     assert ParallelismConfig(tp_plan=[("a", "rowwise")]).parallel() == Parallel(tp_plan=(("a", "rowwise"),))
     assert ParallelismConfig(cp_size=2, cp_backend="torch", sp_size=1).parallel(expected).tp == 4
+    assert ParallelismConfig(sp_size=2, sp_backend="torch").parallel() == Parallel(sp=2)
+    assert ParallelismConfig(sp_size=2).sp_enabled
+
+
+@pytest.mark.parametrize("options", [{"sp_backend": "deepspeed"}, {"sp_handler": object()}])
+def test_sequence_parallelism_of_deepspeed_is_rejected_with_the_cure(options):
+    assert not ParallelismConfig(sp_backend="deepspeed").sp_enabled
+    with pytest.raises(
+        ValueError, match=r"keep sp_size, and train inside of accelerator\.maybe_context_parallel"
+    ):
+        ParallelismConfig(sp_size=2, **options)
 
 
 def test_handlers_are_supported():

@@ -1,4 +1,4 @@
-"""Context parallelism: losses and gradients equal those of one process."""
+"""Context and sequence parallelism: losses and gradients equal those of one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
         super().__init__()
         self.kind, self.heads, self.shared = kind, heads, shared
         self.embed = nn.Embedding(LENGTH, 8)
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.query, self.out = nn.Linear(8, 2 * heads), nn.Linear(2 * heads, 8)
         self.key, self.value = nn.Linear(8, 2 * shared), nn.Linear(8, 2 * shared)
 
     def forward(self, x, positions, mask=None):
@@ -46,7 +46,7 @@ class TorchBlock(nn.Module):
         super().__init__()
         self.causal = kind == "causal"
         self.embed = nn.Embedding(LENGTH, 8)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 4, 16, dropout=0.0, batch_first=True)
 
     def forward(self, x, positions, mask=None):
         x = x + self.embed(positions)
@@ -83,6 +83,8 @@ def build_mask(kind, length=LENGTH):
         "own keys": (keys, 3),
         "whole keys": (keys, None),
         "added": (torch.randn(length, length), None),
+        "by heads": (torch.randn(4, length, length), None),
+        "own by heads": (torch.randn(3, 4, length, length), 2),
     }
     return masks[kind]
 
@@ -98,7 +100,7 @@ def compute_reference(model, kind, length=LENGTH):
     return out.detach(), loss.item(), [p.grad for p in model.parameters()], x.grad
 
 
-def compute_on_ranks(model, kind, length=LENGTH):
+def compute_on_ranks(model, kind, form, length=LENGTH):
     """Return the same on the ranks of a group: outputs joined, losses and gradients averaged."""
     import accel_runtime
 
@@ -108,7 +110,7 @@ def compute_on_ranks(model, kind, length=LENGTH):
     mask, cut = build_mask(kind, length) if isinstance(model, Block) else (None, None)
     buffers = [x, y, positions] + ([mask] if cut is not None else [])
     dims = [1, -2, 1] + ([cut] if cut is not None else [])
-    with shard_sequences(group, buffers, dims, {y}):
+    with shard_sequences(group, buffers, dims, {y}, form):
         assert x.shape[1] == positions.shape[1] == length // group.size()
         leaf = x.clone().requires_grad_()
         out = model(leaf, positions, mask)
@@ -124,10 +126,10 @@ def compute_on_ranks(model, kind, length=LENGTH):
     return output, total.item(), grads, gather_sequence(leaf.grad, 1, group) / group.size()
 
 
-def check_equal(four_or_pair, model, kind, length=LENGTH):
+def check_equal(four_or_pair, model, kind, form, length=LENGTH):
     """Check that the results of the ranks equal those of one process."""
     expected = compute_reference(model, kind, length)
-    for result in four_or_pair.run(compute_on_ranks, model, kind, length):
+    for result in four_or_pair.run(compute_on_ranks, model, kind, form, length):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -137,24 +139,41 @@ def group(request, clusters):
     return clusters[request.param]
 
 
+@pytest.fixture(params=["cp", "sp"])
+def form(request):
+    """The keys of the profile that shard sequences."""
+    return request.param
+
+
 @pytest.mark.parametrize(
-    "kind", ["plain", "causal", "whole rows", "own rows", "own keys", "whole keys", "added"]
+    "kind",
+    [
+        "plain",
+        "causal",
+        "whole rows",
+        "own rows",
+        "own keys",
+        "whole keys",
+        "added",
+        "by heads",
+        "own by heads",
+    ],
 )
-def test_attention_equals_that_of_one_process_forward_and_backward(group, kind):
-    check_equal(group, Block, kind)
+def test_attention_equals_that_of_one_process_forward_and_backward(group, form, kind):
+    check_equal(group, Block, kind, form)
 
 
-def test_a_length_divisible_only_by_the_number_of_ranks_is_sharded(group):
-    check_equal(group, Block, "causal", 12 if group.size == 4 else 14)
+def test_a_length_divisible_only_by_the_number_of_ranks_is_sharded(group, form):
+    check_equal(group, Block, "causal", form, 12 if group.size == 4 else 14)
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal"])
-def test_torch_layers_attend_to_full_sequences(group, kind):
-    check_equal(group, TorchBlock, kind)
+def test_torch_layers_attend_to_full_sequences(group, form, kind):
+    check_equal(group, TorchBlock, kind, form)
 
 
-def test_recomputed_activations_attend_to_full_sequences(pair):
-    check_equal(pair, Recomputed, "causal")
+def test_recomputed_activations_attend_to_full_sequences(pair, form):
+    check_equal(pair, Recomputed, "causal", form)
 
 
 class Compiled(Recomputed):
@@ -166,15 +185,16 @@ class Compiled(Recomputed):
 
 
 @pytest.mark.slow
-def test_compiled_blocks_that_recompute_activations_attend_to_full_sequences(pair):
-    check_equal(pair, Compiled, "causal")
+def test_compiled_blocks_that_recompute_activations_attend_to_full_sequences(pair, form):
+    check_equal(pair, Compiled, "causal", form)
 
 
-def test_heads_can_share_keys(pair):
-    check_equal(pair, lambda kind: Block(kind, shared=2), "causal")
+@pytest.mark.parametrize(("heads", "shared"), [(4, 2), (4, 1), (12, 6), (12, 4), (12, 3)])
+def test_heads_can_share_keys(group, form, heads, shared):
+    check_equal(group, lambda kind: Block(kind, heads, shared), "causal", form)
 
 
-def test_padding_is_masked_in_torch_layers(pair):
+def test_padding_is_masked_in_torch_layers(pair, form):
     def run_both():
         import accel_runtime
 
@@ -183,7 +203,7 @@ def test_padding_is_masked_in_torch_layers(pair):
         padded = torch.arange(LENGTH).expand(3, LENGTH) >= LENGTH - 3
         padded = padded.clone()
         expected = model(x, positions, padded)
-        with shard_sequences(dist.group.WORLD, [x, positions, padded], [1, 1, 1]):
+        with shard_sequences(dist.group.WORLD, [x, positions, padded], [1, 1, 1], form=form):
             result = model(x, positions, padded)
             return gather_sequence(result, 1, dist.group.WORLD).detach(), expected.detach()
 
@@ -195,67 +215,69 @@ def test_padding_is_masked_in_torch_layers(pair):
 
 REFUSALS = {
     "a length": (
-        lambda x, _: shard_sequences(dist.group.WORLD, [x[:, :7]], [1]).__enter__(),
+        lambda x, form, _: shard_sequences(dist.group.WORLD, [x[:, :7]], [1], form=form).__enter__(),
         "Pad or truncate it to 6 or 8",
     ),
     "no dimension": (
-        lambda x, _: shard_sequences(dist.group.WORLD, [x], [5]).__enter__(),
+        lambda x, form, _: shard_sequences(dist.group.WORLD, [x], [5], form=form).__enter__(),
         "Invalid sequence dimension",
     ),
     "unlike lists": (
-        lambda x, _: shard_sequences(dist.group.WORLD, [x], []).__enter__(),
+        lambda x, form, _: shard_sequences(dist.group.WORLD, [x], [], form=form).__enter__(),
         "1 buffers and 0 dimensions",
     ),
     "a stranger": (
-        lambda x, _: shard_sequences(dist.group.WORLD, [], [], {x}).__enter__(),
+        lambda x, form, _: shard_sequences(dist.group.WORLD, [], [], {x}, form=form).__enter__(),
         "Give it in both",
     ),
     "a parameter": (
-        lambda x, _: shard_sequences(dist.group.WORLD, [nn.Parameter(x)], [1]).__enter__(),
+        lambda x, form, _: shard_sequences(dist.group.WORLD, [nn.Parameter(x)], [1], form=form).__enter__(),
         "that requires gradients",
     ),
     "keys that were not cut": (
-        lambda x, inside: inside(
+        lambda x, _, inside: inside(
             lambda: F.scaled_dot_product_attention(x, torch.ones(3, 9, 8), torch.ones(3, 9, 8))
         ),
         "attention has 9 keys on this rank, and its part of the sequence is 8 long",
     ),
     "a mask of one part only": (
-        lambda x, inside: inside(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8))),
+        lambda x, _, inside: inside(
+            lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 8))
+        ),
         "the attention mask has 8 rows and 8 columns",
     ),
     "two masks": (
-        lambda x, inside: inside(
+        lambda x, _, inside: inside(
             lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(8, 16), is_causal=True)
         ),
         "one of them",
     ),
     "a causal rectangle": (
-        lambda x, inside: inside(lambda: F.scaled_dot_product_attention(x[:, :1], x, x, is_causal=True)),
+        lambda x, _, inside: inside(lambda: F.scaled_dot_product_attention(x[:, :1], x, x, is_causal=True)),
         "as many queries as keys",
     ),
     "attention weights": (
-        lambda x, inside: inside(lambda: nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)),
+        lambda x, _, inside: inside(lambda: nn.MultiheadAttention(8, 2, batch_first=True)(x, x, x)),
         "Call it with need_weights=False",
     ),
     "attention by products": (
-        lambda x, inside: inside(lambda: (x @ x.transpose(-1, -2)).softmax(-1) @ x),
+        lambda x, _, inside: inside(lambda: (x @ x.transpose(-1, -2)).softmax(-1) @ x),
         "scaled_dot_product_attention",
     ),
     "attention by bmm": (
-        lambda x, inside: inside(lambda: torch.bmm(x, x.transpose(-1, -2))),
+        lambda x, _, inside: inside(lambda: torch.bmm(x, x.transpose(-1, -2))),
         "a product of shape [3, 8, 8]",
     ),
     "attention by baddbmm": (
-        lambda x, inside: inside(lambda: torch.baddbmm(torch.ones(8, 8), x, x.transpose(-1, -2))),
+        lambda x, _, inside: inside(lambda: torch.baddbmm(torch.ones(8, 8), x, x.transpose(-1, -2))),
         "a product of shape [3, 8, 8]",
     ),
     "attention by einsum": (
-        lambda x, inside: inside(lambda: torch.einsum("bqd,bkd->bqk", x, x)),
+        lambda x, _, inside: inside(lambda: torch.einsum("bqd,bkd->bqk", x, x)),
         "a product of shape [3, 8, 8]",
     ),
     "keys that are added": (
-        lambda x, inside: inside(
+        lambda x, _, inside: inside(
             lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True, batch_first=True)(
                 x, x, x, need_weights=False
             )
@@ -265,7 +287,33 @@ REFUSALS = {
 }
 
 
-def test_operations_that_would_see_only_a_shard_are_rejected(pair):
+HEADS_REFUSED = {
+    "heads that ranks do not divide": (
+        lambda x, _, inside: inside(lambda: F.scaled_dot_product_attention(x, x, x)),
+        "failed: sp: 2 does not divide its 3 heads on this rank. Use cp instead of sp.",
+    ),
+    "no heads": (
+        lambda x, _, inside: inside(lambda: F.scaled_dot_product_attention(x[0], x[0], x[0])),
+        "no dimension of heads",
+    ),
+    "heads that cannot share keys": (
+        lambda x, _, inside: inside(
+            lambda: F.scaled_dot_product_attention(
+                x.expand(4, 3, 8, 8).transpose(0, 1), x[:, None].expand(3, 2, 8, 8), x[:, None]
+            )
+        ),
+        "4 heads of queries cannot share 2 heads",
+    ),
+    "a mask for other heads": (
+        lambda x, _, inside: inside(
+            lambda: F.scaled_dot_product_attention(x[:2], x[:2], x[:2], attn_mask=torch.ones(3, 16, 16))
+        ),
+        "its mask is for 3 heads, and there are 2",
+    ),
+}
+
+
+def test_operations_that_would_see_only_a_shard_are_rejected(pair, form):
     def refused(cases):
         import accel_runtime
 
@@ -275,14 +323,14 @@ def test_operations_that_would_see_only_a_shard_are_rejected(pair):
             x = torch.randn(3, LENGTH, 8)
 
             def inside(act, x=x):
-                with shard_sequences(dist.group.WORLD, [x], [1]):
+                with shard_sequences(dist.group.WORLD, [x], [1], form=form):
                     act()
 
             with pytest.raises(ValueError, match=re.escape(message)):
-                act(x, inside)
+                act(x, form, inside)
             assert x.shape[1] == LENGTH, case
 
-    pair.run(refused, REFUSALS)
+    pair.run(refused, REFUSALS | (HEADS_REFUSED if form == "sp" else {}))
 
 
 def test_products_that_are_no_attention_are_allowed(pair):
@@ -303,7 +351,7 @@ def test_products_that_are_no_attention_are_allowed(pair):
     pair.run(multiply)
 
 
-def test_ranks_that_disagree_are_rejected_before_a_collective(pair):
+def test_ranks_that_disagree_are_rejected_before_a_collective(pair, form):
     def disagree():
         import accel_runtime
 
@@ -311,10 +359,10 @@ def test_ranks_that_disagree_are_rejected_before_a_collective(pair):
         group, is_main = dist.group.WORLD, accelerator.process_index == 0
         x, other = torch.randn(3, 2, LENGTH, 8), torch.randn(3 + is_main, 2, LENGTH, 8)
         with pytest.raises(MismatchError, match="buffers of shape"):
-            shard_sequences(group, [other], [2]).__enter__()
+            shard_sequences(group, [other], [2], form=form).__enter__()
         with pytest.raises(MismatchError, match="gather_sequence of float32"):
             gather_sequence(other, 2, group)
-        with shard_sequences(group, [x], [2]):
+        with shard_sequences(group, [x], [2], form=form):
             heads = x if is_main else x[:, :1]
             with pytest.raises(MismatchError, match="rank 1: attention of float32"):
                 F.scaled_dot_product_attention(x, heads, heads, enable_gqa=True)
@@ -331,7 +379,7 @@ def test_ranks_that_disagree_are_rejected_before_a_collective(pair):
 
 
 @pytest.mark.slow
-def test_flex_attention_is_rejected(pair):
+def test_flex_attention_is_rejected(pair, form):
     """torch compiles it by itself, and reports the error as one of the compiler."""
 
     def refused():
@@ -339,7 +387,7 @@ def test_flex_attention_is_rejected(pair):
 
         accel_runtime.Accelerator()
         x = torch.randn(3, 2, LENGTH, 8)
-        with shard_sequences(dist.group.WORLD, [x], [2]), warnings.catch_warnings():
+        with shard_sequences(dist.group.WORLD, [x], [2], form=form), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with pytest.raises((ValueError, RuntimeError), match="flex_attention sees this rank's part"):
                 flex_attention(x, x, x)
@@ -428,7 +476,7 @@ def train(sizes, batch):
             accelerator.backward(loss, weight=count)
         optimizer.step()
         optimizer.zero_grad()
-        if sizes and sizes.get("cp_size", 1) > 1:
+        if sizes and {"cp_size", "sp_size"} & sizes.keys():
             with pytest.raises(ValueError, match=r"accelerator\.gather_sequence"):
                 accelerator.gather_for_metrics(logits.argmax(-1))
             with pytest.raises(ValueError, match=r"accelerator\.gather_sequence"):
@@ -450,12 +498,16 @@ LAYOUTS = {
     "dp_shard 2 x cp 2": ({"dp_shard_size": 2, "cp_size": 2}, 4, 1),
     "dp_replicate 2 x cp 2": ({"dp_replicate_size": 2, "cp_size": 2}, 4, 1),
     "cp 4": ({"cp_size": 4}, 4, 2),
+    "sp 2": ({"sp_size": 2}, 2, 2),
+    "dp_shard 2 x sp 2": ({"dp_shard_size": 2, "sp_size": 2}, 4, 1),
+    "dp_replicate 2 x sp 2": ({"dp_replicate_size": 2, "sp_size": 2}, 4, 1),
+    "sp 4": ({"sp_size": 4}, 4, 2),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_with_context_parallelism_equals_one_process(clusters, layout):
+def test_training_with_sharded_sequences_equals_one_process(clusters, layout):
     sizes, world, batch = LAYOUTS[layout]
     expected = train(None, 2)
     for result in clusters[world].run(train, sizes, batch):

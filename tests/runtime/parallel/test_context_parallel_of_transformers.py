@@ -1,4 +1,4 @@
-"""Context parallelism with models of transformers: every attention path equals one process, or is rejected on all ranks."""
+"""Context and sequence parallelism with models of transformers: every attention path equals one process, or is rejected on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.processes.ranks import preload
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
 
-LENGTH, VOCABULARY = 16, 31
+LENGTH, VOCABULARY = 16, 32
 FAMILIES = ("llama", "mistral", "qwen3", "gpt2", "gpt_neox", "bert")
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -92,7 +92,7 @@ def compute(model, inputs, positions, mask, weights):
     return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def find_differences(family, implementation, length=LENGTH, options=None):
+def find_differences(family, implementation, form, length=LENGTH, options=None):
     """Return the largest relative difference between one process and the ranks for each kind of mask."""
     import accel_runtime
 
@@ -105,7 +105,7 @@ def find_differences(family, implementation, length=LENGTH, options=None):
         inputs, positions, mask, weights = build_batch(kind, length)
         logits, gradients = compute(model, inputs, positions, mask, weights)
         buffers = [inputs, positions, weights] + ([mask] if is_buffer else [])
-        with shard_sequences(group, buffers, [1] * len(buffers)):
+        with shard_sequences(group, buffers, [1] * len(buffers), form=form):
             shard, sums = compute(model, inputs, positions, mask, weights)
         counted = weights.any(-1)
         pairs = [(gather_sequence(shard, 1, group)[counted], logits[counted])]
@@ -116,35 +116,37 @@ def find_differences(family, implementation, length=LENGTH, options=None):
     return differences
 
 
-def check_family(ranks, family, implementation, **options):
-    for differences in ranks.run(find_differences, family, implementation, *options.values()):
+def check_family(ranks, family, implementation, form, **options):
+    for differences in ranks.run(find_differences, family, implementation, form, *options.values()):
         assert {case: value for case, value in differences.items() if not value < 1e-4} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "implementation", "world_size"),
-    pairwise_params({"family": FAMILIES, "implementation": ["sdpa", "eager"], "world_size": [2, 4]}),
+    ("family", "implementation", "form", "world_size"),
+    pairwise_params(
+        {"family": FAMILIES, "implementation": ["sdpa", "eager"], "form": ["cp", "sp"], "world_size": [2, 4]}
+    ),
 )
 def test_models_of_each_family_compute_what_one_process_computes(
-    clusters, family, implementation, world_size
+    clusters, family, implementation, form, world_size
 ):
-    check_family(clusters[world_size], family, implementation)
+    check_family(clusters[world_size], family, implementation, form)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_consecutive_blocks_compute_what_one_process_computes(clusters, implementation):
-    check_family(clusters[4], "mistral", implementation, length=20)
+@pytest.mark.parametrize(("implementation", "form"), [("sdpa", "cp"), ("eager", "cp"), ("sdpa", "sp")])
+def test_consecutive_blocks_compute_what_one_process_computes(clusters, implementation, form):
+    check_family(clusters[4], "mistral", implementation, form, length=20)
 
 
 # Rejected --------------------------------------------------------------------------------
 
 
-def call_inside(model, give_positions=True, length=LENGTH, **options):
+def call_inside(form, model, give_positions=True, length=LENGTH, **options):
     """Call a model with sharded inputs and positions."""
     inputs, positions, _, _ = build_batch(None, length)
-    with shard_sequences(dist.group.WORLD, [inputs, positions], [1, 1]):
+    with shard_sequences(dist.group.WORLD, [inputs, positions], [1, 1], form=form):
         if give_positions:
             options["position_ids"] = positions
         return model(input_ids=inputs, **options)
@@ -164,16 +166,16 @@ def build_with(family, implementation="sdpa", kind="CausalLM", **options):
     return model
 
 
-def generate(model):
+def generate(form, model):
     inputs, _, _, _ = build_batch(None)
-    with shard_sequences(dist.group.WORLD, [inputs], [1]):
+    with shard_sequences(dist.group.WORLD, [inputs], [1], form=form):
         model.generate(input_ids=inputs, max_new_tokens=2)
 
 
-def mask_by_a_tensor():
+def mask_by_a_tensor(form):
     """Make a mask with a function that reads this rank's part of the sequence, as models with images do."""
     inputs, positions, _, weights = build_batch(None)
-    with shard_sequences(dist.group.WORLD, [inputs, positions, weights], [1, 1, 1]):
+    with shard_sequences(dist.group.WORLD, [inputs, positions, weights], [1, 1, 1], form=form):
         build_mask(weights, positions, lambda batch, _head, _query, key: inputs[batch, key % 8] > 0)
 
 
@@ -195,99 +197,126 @@ def ones(*shape):
 
 
 REJECTED = {
-    "flex attention": (lambda: call_inside(build_with("llama", "flex_attention")), "'flex_attention' sees"),
+    "flex attention": (
+        lambda form: call_inside(form, build_with("llama", "flex_attention")),
+        "'flex_attention' sees",
+    ),
     "flash attention": (
-        lambda: call_inside(build_with("llama", "flash_attention_2")),
+        lambda form: call_inside(form, build_with("llama", "flash_attention_2")),
         "'flash_attention_2' sees",
     ),
-    "no positions": (lambda: call_inside(build_with("llama"), False), "position_ids is missing"),
+    "no positions": (lambda form: call_inside(form, build_with("llama"), False), "position_ids is missing"),
     "positions from 0": (
-        lambda: call_inside(build_with("gpt2"), False, position_ids=torch.arange(LENGTH // 2)[None]),
+        lambda form: call_inside(
+            form, build_with("gpt2"), False, position_ids=torch.arange(LENGTH // 2)[None]
+        ),
         "its positions start from 0 on every rank",
     ),
     "positions of the full sequence": (
-        lambda: call_inside(build_with("gpt2"), False, position_ids=torch.arange(LENGTH)[None]),
+        lambda form: call_inside(form, build_with("gpt2"), False, position_ids=torch.arange(LENGTH)[None]),
         "position_ids has 16 positions on this rank",
     ),
     "a mask of another length": (
-        lambda: call_inside(build_with("llama"), attention_mask=ones(2, 12)),
+        lambda form: call_inside(form, build_with("llama"), attention_mask=ones(2, 12)),
         "attention_mask has 12 columns",
     ),
     "a mask of one rank": (
-        lambda: call_inside(build_with("llama"), attention_mask=torch.ones(2, 1, 8, 8)),
-        "the attention mask has 8 rows and 8 columns",
+        lambda form: call_inside(form, build_with("llama"), attention_mask=torch.ones(2, 1, 8, 8)),
+        "mask has 8 rows and 8 columns",
     ),
     "a mask of one rank for eager attention": (
-        lambda: call_inside(build_with("llama", "eager"), attention_mask=torch.ones(2, 1, 8, 8)),
-        "its mask has 8 rows and 8 columns",
+        lambda form: call_inside(form, build_with("llama", "eager"), attention_mask=torch.ones(2, 1, 8, 8)),
+        "mask has 8 rows and 8 columns",
     ),
     "labels that the model shifts": (
-        lambda: call_inside(build_with("llama"), labels=ones(2, LENGTH // 2)),
+        lambda form: call_inside(form, build_with("llama"), labels=ones(2, LENGTH // 2)),
         "Shift labels before maybe_context_parallel",
     ),
     "a classification of sequences": (
-        lambda: call_inside(build_with("gpt2", kind="SequenceClassification", pad_token_id=0)),
+        lambda form: call_inside(form, build_with("gpt2", kind="SequenceClassification", pad_token_id=0)),
         "reads one position of a sequence",
     ),
     "attention of the model's own": (
-        lambda: call_inside(build_with("gpt2", "eager", reorder_and_upcast_attn=True)),
+        lambda form: call_inside(form, build_with("gpt2", "eager", reorder_and_upcast_attn=True)),
         "has the queries and keys of this rank only",
     ),
     "a causal mask of the model's own": (
-        lambda: call_inside(
-            build_with("gpt_neo", "eager", attention_types=[[["global"], 2]], num_layers=2, num_heads=4)
+        lambda form: call_inside(
+            form, build_with("gpt_neo", "eager", attention_types=[[["global"], 2]], num_layers=2, num_heads=4)
         ),
         "has the queries and keys of this rank only",
     ),
     "biases of relative positions": (
-        lambda: call_inside(build_with("mpt", "eager", d_model=32, n_heads=4, n_layers=2), False),
+        lambda form: call_inside(form, build_with("mpt", "eager", d_model=32, n_heads=4, n_layers=2), False),
         "no position_ids",
     ),
     "biases of distances": (
-        lambda: call_inside(build_with("falcon", alibi=True)),
+        lambda form: call_inside(form, build_with("falcon", alibi=True)),
         "its biases (ALiBi) are those of this rank",
     ),
     "an encoder and a decoder": (
-        lambda: call_inside(build_with("bart", kind="Seq2SeqLM", d_model=32, pad_token_id=1), False),
-        "BartForConditionalGeneration with context parallelism failed: it has no position_ids",
+        lambda form: call_inside(
+            form, build_with("bart", kind="Seq2SeqLM", d_model=32, pad_token_id=1), False
+        ),
+        "parallelism failed: it has no position_ids",
     ),
     "text that is generated": (
-        lambda: generate(build_with("llama")),
+        lambda form: generate(form, build_with("llama")),
         "its positions start from 0 on every rank",
     ),
-    "one position per rank": (
-        lambda: call_inside(build_with("llama"), length=2),
-        "one position per rank is not masked by transformers",
-    ),
     "a recurrent model": (
-        lambda: call_inside(build_with("mamba", "eager", num_hidden_layers=1), False),
+        lambda form: call_inside(form, build_with("mamba", "eager", num_hidden_layers=1), False),
         "layers linear_attention pass a state",
     ),
     "recurrent layers": (
-        lambda: call_inside(build_with("lfm2", layer_types=["conv", "full_attention"])),
+        lambda form: call_inside(form, build_with("lfm2", layer_types=["conv", "full_attention"])),
         "layers conv pass a state along the sequence",
     ),
     "a mask function with a tensor": (mask_by_a_tensor, "its mask function reads a tensor of shape [2, 8]"),
 }
+REJECTED_BY_CP = {
+    "one position per rank": (
+        lambda form: call_inside(form, build_with("llama"), length=2),
+        "one position per rank is not masked by transformers",
+    ),
+}
+REJECTED_BY_SP = {
+    "heads that ranks do not divide": (
+        lambda form: call_inside(form, build_with("llama", num_attention_heads=1, num_key_value_heads=1)),
+        "LlamaAttention with sequence parallelism failed: sp: 2 does not divide its 1 heads on this rank. Use cp",
+    ),
+    "attention weights": (
+        lambda form: call_inside(form, build_with("llama", "eager"), output_attentions=True),
+        "LlamaForCausalLM with sequence parallelism failed: output_attentions needs the weights of all heads",
+    ),
+    "sinks of heads": (
+        lambda form: call_inside(
+            form, build_with("gpt_oss", "eager", intermediate_size=32, num_local_experts=2)
+        ),
+        "GptOssAttention with sequence parallelism failed: it has values for all heads (s_aux, sinks)",
+    ),
+}
 
 
-def check_rejected(cases):
+def check_rejected(cases, form):
     import accel_runtime
 
     accel_runtime.Accelerator()
     for case, (act, message) in cases.items():
         with pytest.raises(ValueError, match=re.escape(message)) as caught:
-            act()
+            act(form)
         assert re.fullmatch(r"[^\n]+?: [^\n]+\. [A-Z][^\n]+\.", str(caught.value)), (case, caught.value)
 
 
 @pytest.mark.slow
-def test_calls_that_would_see_only_a_shard_are_rejected(pair):
-    pair.run(check_rejected, REJECTED)
+@pytest.mark.parametrize(("form", "cases"), [("cp", REJECTED_BY_CP), ("sp", REJECTED_BY_SP)])
+def test_calls_that_would_see_only_a_shard_are_rejected(pair, form, cases):
+    pair.run(check_rejected, REJECTED | cases, form)
 
 
 @pytest.mark.slow
-def test_ranks_that_give_models_different_inputs_are_rejected(pair):
+@pytest.mark.parametrize("form", ["cp", "sp"])
+def test_ranks_that_give_models_different_inputs_are_rejected(pair, form):
     def disagree():
         import accel_runtime
 
@@ -299,7 +328,7 @@ def test_ranks_that_give_models_different_inputs_are_rejected(pair):
             {"labels": ones(2, LENGTH // 2) if is_main else None},
         ):
             with pytest.raises(MismatchError):  # noqa: PT012 - on the rank without labels, by the second
-                call_inside(build_with("llama"), **options)
+                call_inside(form, build_with("llama"), **options)
                 gather_sequence(ones(1, 1), 0, dist.group.WORLD)
 
     pair.run(disagree)
@@ -319,9 +348,10 @@ def test_transformers_is_unchanged_outside_of_the_context(pair):
             return [dict(vars(owner)) for owner in (masking_utils, *classes)], dict(LOSS_MAPPING)
 
         before = snapshot()
-        call_inside(build_with("llama"))
-        with pytest.raises(ValueError):
-            call_inside(build_with("llama"), False)
+        for form in ("cp", "sp"):
+            call_inside(form, build_with("llama"))
+            with pytest.raises(ValueError):
+                call_inside(form, build_with("llama"), False)
         assert snapshot() == before
 
     pair.run(compare)
@@ -365,6 +395,11 @@ LAYOUTS = {
     "cp 4": (4, {"cp_size": 4}),
     "dp_replicate 2 x cp 2": (4, {"dp_replicate_size": 2, "cp_size": 2}),
     "dp_shard 2 x cp 2": (4, {"dp_shard_size": 2, "cp_size": 2}),
+    "sp 2": (2, {"sp_size": 2}),
+    "sp 4": (4, {"sp_size": 4}),
+    "dp_replicate 2 x sp 2": (4, {"dp_replicate_size": 2, "sp_size": 2}),
+    "dp_shard 2 x sp 2": (4, {"dp_shard_size": 2, "sp_size": 2}),
+    "sp 2 x tp 2": (4, {"sp_size": 2, "tp_size": 2}),
 }
 
 
@@ -374,6 +409,11 @@ TRAINED = {
     ("cp 4", "sdpa", False),
     ("dp_replicate 2 x cp 2", "eager", False),
     ("dp_shard 2 x cp 2", "sdpa", False),
+    ("sp 2", "sdpa", True),
+    ("sp 4", "eager", False),
+    ("dp_replicate 2 x sp 2", "sdpa", False),
+    ("dp_shard 2 x sp 2", "eager", False),
+    ("sp 2 x tp 2", "sdpa", False),
 }
 """Each layout once, and compiled models of both kinds, on two ranks: four compile for 20 seconds."""
 
@@ -389,7 +429,7 @@ TRAINED = {
 def test_training_a_model_of_transformers_equals_one_process(clusters, layout, implementation, compiled):
     world_size, sizes = LAYOUTS[layout]
     expected = train(None, 2, implementation, False)
-    batch_size = 2 // (4 // sizes["cp_size"] if world_size == 4 else 1)
+    batch_size = 2 // (sizes.get("dp_replicate_size", 1) * sizes.get("dp_shard_size", 1))
     results = clusters[world_size].run(train, sizes, batch_size, implementation, compiled)
     for state, losses in results:
         torch.testing.assert_close(losses, expected[1], rtol=1e-5, atol=1e-5)

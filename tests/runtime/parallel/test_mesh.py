@@ -64,6 +64,12 @@ def test_context_parallel_ranks_shard_parameters(four):
     ] * 4
 
 
+def test_ranks_that_exchange_heads_shard_parameters_in_a_dimension_of_another_name(four):
+    results = four.run(lambda: build_meshes(dp_shard=2, sp=2))
+    assert [result["shard"] for result in results] == [[0, 1, 2, 3]] * 4
+    assert results[0]["whole"] == ("dp_shard", "sp")
+
+
 def test_dimension_names_are_those_of_accelerate():
     assert tuple(DIMENSION_NAMES.values()) == ("dp_replicate", "dp_shard", "cp", "tp")
 
