@@ -13,12 +13,14 @@ from typing_extensions import override
 from accel_runtime.accelerator.options import OptionFacts
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.source import len_or_none
+from accel_runtime.environment.layouts import name_dimension
 from accel_runtime.environment.settings import Settings, flatten_settings
-from accel_runtime.environment.topology import DataRank
+from accel_runtime.environment.topology import DataRank, RankGrid
 from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.foundation.torch_internals import BatchNorm
 from accel_runtime.parallel.dtensor import class_of
+from accel_runtime.parallel.sharded_attention import compare_forms
 from accel_runtime.parallel.strategy import ModelLayout
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ __all__ = [
     "ModelFacts",
     "ProcessFacts",
     "SchedulerFacts",
+    "SequenceFacts",
     "describe_division",
     "describe_run",
     "loader_facts",
@@ -111,6 +114,28 @@ class SchedulerFacts:
 
 
 @dataclass(frozen=True)
+class SequenceFacts:
+    """The attention of a prepared model whose sequences are split over ranks."""
+
+    model: str
+    form: str
+    """The key of the profile: `cp` gathers keys and values, `sp` exchanges heads."""
+    ranks: int
+    heads: int
+    """Heads of a layer on a rank."""
+    key_heads: int
+    """Heads of keys and values of a layer on a rank."""
+    sent: float | None
+    """Bytes that `sp` sends, divided by those of `cp`; None if `sp` does not divide the heads."""
+    held: float | None
+    """Keys and values of full sequences with `sp` on a rank, divided by those with `cp`."""
+    recommended: str
+    """`cp` or `sp`."""
+    long_from: int | None
+    """The length from which `sp` is recommended although it sends more; None if no length changes the recommendation."""
+
+
+@dataclass(frozen=True)
 class Description:
     """Description of a run: processes, precision, prepared objects and options."""
 
@@ -130,6 +155,8 @@ class Description:
     """Properties reported by the runtime of the device, by title."""
     strategy: Mapping[str, OptionFacts] = field(default_factory=dict)
     """Options of the strategy, such as those in a file of an engine, by path; values that were `auto` are filled in."""
+    sequences: tuple[SequenceFacts, ...] = ()
+    """The models whose sequences are split, and have a known number of heads."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the description as plain dicts, lists, numbers and text."""
@@ -149,6 +176,8 @@ class Description:
         for model in self.models:
             yield "model", _format_model(model)
             yield from (("", _format_group(group)) for group in model.groups)
+        for sequence in self.sequences:
+            yield "sequences", _format_sequences(sequence)
         for optimizer in self.optimizers:
             yield "optimizer", optimizer
         yield "gradients", self.gradients
@@ -227,6 +256,11 @@ def describe_run(run: Run) -> Description:
         strategy={
             name: OptionFacts(value, origin) for name, (value, origin) in strategy.describe_options().items()
         },
+        sequences=tuple(
+            facts
+            for model in run.prepared.models
+            if (facts := sequence_facts(strategy.unwrap_model(model), backend.grid, computes_in))
+        ),
     )
 
 
@@ -274,6 +308,51 @@ def model_facts(
     )
 
 
+def sequence_facts(
+    original: nn.Module, grid: RankGrid, computes_in: torch.dtype | None
+) -> SequenceFacts | None:
+    """Describe the attention of a model over split sequences; None if they are not split, or its heads are unknown."""
+    ranks = grid.size("sequence")
+    if ranks == 1 or (known := _find_heads(original)) is None:
+        return None
+    heads, key_heads, head_size = known
+    heads, key_heads = (max(count // grid.size("tensor"), 1) for count in (heads, key_heads))
+    ratios = compare_forms(heads, key_heads, ranks)
+    prefers_sp = ratios is not None and ratios.sent <= 1
+    parameter = next(original.parameters(), None)
+    dtype = computes_in or (torch.get_default_dtype() if parameter is None else parameter.dtype)
+    return SequenceFacts(
+        model=class_of(original),
+        form=name_dimension(grid, "sequence"),
+        ranks=ranks,
+        heads=heads,
+        key_heads=key_heads,
+        sent=ratios and ratios.sent,
+        held=ratios and ratios.held,
+        recommended="sp" if prefers_sp else "cp",
+        # The causal mask of cp has length ** 2 / ranks bytes, and its keys and values 2 * key_heads * head_size elements a position.
+        long_from=None
+        if ratios is None or prefers_sp
+        else 2 * ranks * key_heads * head_size * dtype.itemsize,
+    )
+
+
+def _find_heads(model: nn.Module) -> tuple[int, int, int] | None:
+    """Return heads, heads of keys, and elements of a head of a model of transformers or with torch's attention."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    if isinstance(heads, int):
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", heads) // heads
+        return heads, key_heads, size
+    layers = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    if not layers:
+        return None
+    layer = min(layers, key=lambda each: each.num_heads)
+    return layer.num_heads, layer.num_heads, layer.head_dim
+
+
 def loader_facts(loader: PreparedLoader[Any], data_rank: DataRank, accumulation_steps: int) -> LoaderFacts:
     """Describe a prepared loader."""
     is_sized = loader.source_batch_size is not None
@@ -319,6 +398,17 @@ def _format_group(group: GroupFacts) -> str:
         f"{count}: {group.elements:,} parameters{each} in {group.dtype}, {gradients}, computed in {group.computes_in}{reduced}; "
         f"{group.layout}; {_format_size(group.bytes_here)} here{recomputed}"
     )
+
+
+def _format_sequences(facts: SequenceFacts) -> str:
+    shared = f", {facts.key_heads} of keys" if facts.key_heads != facts.heads else ""
+    split = f"{facts.model}: {facts.heads} heads{shared} a layer; {facts.form} {facts.ranks}"
+    if facts.sent is None or facts.held is None:
+        return f"{split}; sp does not divide the heads, use cp"
+    prefer = f"prefer {facts.recommended}"
+    if facts.long_from is not None:
+        prefer += f", and sp for causal sequences from {facts.long_from:,} positions"
+    return f"{split}; sp sends {facts.sent:.3g} times the bytes of cp and holds {facts.held:.3g} of its keys and values: {prefer}"
 
 
 def _format_size(count: int) -> str:

@@ -24,7 +24,7 @@ from accel_runtime.parallel.sequence_shards import (
     split_sequence,
 )
 
-__all__ = ["ShardedAttention", "build_attention", "describe_tensor"]
+__all__ = ["FormRatios", "ShardedAttention", "build_attention", "compare_forms", "describe_tensor"]
 
 _HEADS, _POSITIONS = -3, -2
 """Dimensions of queries, keys and values."""
@@ -38,6 +38,29 @@ def build_attention(sequences: ShardedSequences) -> ShardedAttention:
     """Return attention in the form of the sequences."""
     forms: dict[str, type[ShardedAttention]] = {"cp": GatheredKeys, "sp": ExchangedHeads}
     return forms[sequences.form](sequences)
+
+
+class FormRatios(NamedTuple):
+    """Costs of attention with exchanged heads (`sp`), divided by those with gathered keys (`cp`), for a rank and a layer."""
+
+    sent: float
+    """Bytes sent."""
+    held: float
+    """Keys and values of full sequences."""
+
+
+def compare_forms(heads: int, key_heads: int, parts: int) -> FormRatios | None:
+    """Return the costs of both forms for a number of ranks; None if heads cannot be exchanged.
+
+    For each position of a rank, `cp` sends the keys and values to all others. `sp` sends each other rank a part of the queries and
+    of the results, and the keys and values of its heads.
+    """
+    if heads % parts or heads % key_heads:
+        return None
+    needed = _list_needed(heads, key_heads, parts)
+    aligned = max(map(len, needed)) if _is_aligned(heads, key_heads, parts) else heads // parts
+    sent = (heads + sum(map(len, needed))) / (parts * key_heads)
+    return FormRatios(sent, aligned / key_heads)
 
 
 def describe_tensor(tensor: Any) -> str:
@@ -298,7 +321,7 @@ class ExchangedHeads(ShardedAttention):
         """
         tensors = call[:3]
         heads = call.query.size(_HEADS)
-        needed = [self._list_needed(heads, tensor.size(_HEADS)) for tensor in tensors]
+        needed = [_list_needed(heads, tensor.size(_HEADS), self._parts) for tensor in tensors]
         pieces = [_split_heads(tensor, each) for tensor, each in zip(tensors, needed, strict=True)]
         shapes = [
             [*tensor.shape[:_HEADS], len(each[self._rank]), *tensor.shape[_POSITIONS:]]
@@ -312,18 +335,11 @@ class ExchangedHeads(ShardedAttention):
             for tensor, shards in by_tensor
         ]
 
-    def _list_needed(self, heads: int, shared: int) -> list[range]:
-        """Return the heads of keys that the heads of each rank need."""
-        size, group = heads // self._parts, heads // shared
-        return [
-            range(rank * size // group, ((rank + 1) * size - 1) // group + 1) for rank in range(self._parts)
-        ]
-
     def _align_heads(self, tensor: torch.Tensor, heads: int, shared: int) -> torch.Tensor:
         """Return keys that the heads of this rank share evenly."""
-        size, group = heads // self._parts, heads // shared
-        if size % group == 0 or group % size == 0:
+        if _is_aligned(heads, shared, self._parts):
             return tensor
+        size, group = heads // self._parts, heads // shared
         first = self._rank * size
         return _select_heads(tensor, [(first + head) // group - first // group for head in range(size)])
 
@@ -421,6 +437,18 @@ class _LayerWithGroups:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+def _list_needed(heads: int, shared: int, parts: int) -> list[range]:
+    """Return the heads of keys that the heads of each rank need."""
+    size, group = heads // parts, heads // shared
+    return [range(rank * size // group, ((rank + 1) * size - 1) // group + 1) for rank in range(parts)]
+
+
+def _is_aligned(heads: int, shared: int, parts: int) -> bool:
+    """Return whether the heads of each rank share its keys evenly."""
+    size, group = heads // parts, heads // shared
+    return size % group == 0 or group % size == 0
 
 
 def _split_heads(tensor: torch.Tensor, needed: Sequence[range]) -> Sequence[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from accel_runtime import (
     Description,
     DistributedDataParallelKwargs,
 )
+from accel_runtime.accelerator.description import sequence_facts
 from accel_runtime.environment.settings import Compile, FullyShard, Parallel, flatten_settings
 from accel_runtime.extensions.deepspeed.settings import DeepSpeed
 
@@ -59,6 +61,7 @@ def test_a_run_is_described_as_plain_data(ranks):
         description.pop("options")
         assert description.pop("device") == {}
         assert description.pop("strategy") == {}
+        assert description.pop("sequences") == ()
         return json.loads(json.dumps(description))
 
     for rank, description in enumerate(ranks.run(describe_without_options)):
@@ -250,9 +253,9 @@ CHANGES = {
     "loaders.counts_samples": {"options": {"global_batch_size": 6}},
     "loaders.end": {"options": {"dataloader_config": DataLoaderConfiguration(even_batches=False)}},
 }
-OTHER_FIELDS = {"processes", "device", "strategy", "depends_on_division"}
+OTHER_FIELDS = {"processes", "device", "strategy", "depends_on_division", "sequences"}
 """Fields that depend on the number of processes or the device: tested above, and in tests/extensions/xla/device; or on the layers of
-a model with global batches: tested in tests/runtime/data/test_global_batches.py."""
+a model with global batches: tested in tests/runtime/data/test_global_batches.py; or on the heads of a model: tested below."""
 
 
 def read_path(data, path):
@@ -270,6 +273,44 @@ def test_a_field_changes_when_the_run_changes(pair, path):
     for before, unchanged, after in pair.run(describe_change, CHANGES[path]):
         assert unchanged == before
         assert read_path(after, path) != read_path(before, path)
+
+
+@pytest.mark.parametrize(
+    ("form", "parts", "tp", "text"),
+    [
+        (
+            "cp",
+            8,
+            1,
+            "sp sends 0.625 times the bytes of cp and holds 0.125 of its keys and values: prefer sp",
+        ),
+        (
+            "sp",
+            4,
+            1,
+            "sp sends 1.25 times the bytes of cp and holds 0.25 of its keys and values: prefer cp, and sp for causal sequences",
+        ),
+        (
+            "sp",
+            16,
+            1,
+            "sp sends 0.375 times the bytes of cp and holds 0.125 of its keys and values: prefer sp",
+        ),
+        ("sp", 4, 1, "prefer cp, and sp for causal sequences from 16,384 positions"),
+        ("sp", 4, 2, "16 heads, 4 of keys a layer; sp 4; sp sends 1.25 times the bytes"),
+        ("cp", 3, 1, "32 heads, 8 of keys a layer; cp 3; sp does not divide the heads, use cp"),
+    ],
+)
+def test_a_form_of_splitting_sequences_is_recommended_by_heads_and_length(form, parts, tp, text):
+    model = nn.Linear(1, 1)
+    model.config = SimpleNamespace(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    grid = Parallel(**{form: parts, "tp": tp}).build_grid(parts * tp)
+    description = dataclasses.replace(
+        describe_run(prepared=False), sequences=(sequence_facts(model, grid, torch.bfloat16),)
+    )
+    assert text in str(description)
+    assert sequence_facts(model, Parallel().build_grid(1), None) is None
+    assert sequence_facts(nn.Linear(1, 1), grid, None) is None
 
 
 def test_every_field_of_the_description_is_tested():

@@ -32,6 +32,10 @@ def build_model():
     return ResidualNet(8, 32, 4, depth=3, norm=nn.LayerNorm, bias=False)
 
 
+def build_attention():
+    return nn.TransformerEncoderLayer(8, 4, 16, batch_first=True)
+
+
 def prepare_run(
     loaders=lambda: [DataLoader(range(10), 2)], optimizer=SGD, schedule=StepLR, make=build_model, **options
 ):
@@ -151,6 +155,11 @@ RUNS = {
         },
     ),
     "two-tensor-parallel": (2, prepare_run, {"parallelism_config": ParallelismConfig(tp_size=2)}),
+    "two-sequence-parallel": (
+        2,
+        prepare_run,
+        {"make": build_attention, "parallelism_config": ParallelismConfig(sp_size=2)},
+    ),
     "two-context-parallel": (2, prepare_run, {"parallelism_config": ParallelismConfig(cp_size=2)}),
     "apart": (3, prepare_run, {"gradient_accumulation_steps": 2}),
 }

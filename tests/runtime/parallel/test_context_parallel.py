@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime.collectives.handshake import MismatchError
 from accel_runtime.parallel.context_parallel import gather_sequence, shard_sequences
+from accel_runtime.parallel.sharded_attention import compare_forms
 
 LENGTH = 16
 
@@ -209,6 +210,64 @@ def test_padding_is_masked_in_torch_layers(pair, form):
 
     for result, expected in pair.run(run_both):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def measure(form, heads, shared):
+    """Return the bytes that this rank sends in a forward and a backward pass, and those of its full keys and values."""
+    import accel_runtime
+    from accel_runtime.parallel import sequence_shards, sharded_attention
+
+    accel_runtime.Accelerator()
+    group, bytes_sent, held = dist.group.WORLD, [0], [0]
+    others = group.size() - 1
+    collectives = {
+        (sequence_shards, "_all_gather"): lambda _, shard: shard.nbytes * others,
+        (sequence_shards, "_reduce_scatter"): lambda shard, _: shard.nbytes * others,
+        (dist, "all_to_all_single"): lambda _, sent, __, sizes: (
+            sent.nbytes - sizes[group.rank()] * sent.element_size()
+        ),
+    }
+    attention = sharded_attention.build_attention(sequence_shards.ShardedSequences(group, form=form))
+    query, key, value = (
+        torch.randn(2, n, LENGTH // 4, 8, requires_grad=True) for n in (heads, shared, shared)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for (owner, name), count in collectives.items():
+            call = getattr(owner, name)
+
+            def counted(*args, call=call, count=count, **options):
+                bytes_sent[0] += count(*args)
+                return call(*args, **options)
+
+            patch.setattr(owner, name, counted)
+        for owner, name, keys in (
+            (sequence_shards.ShardedSequences, "gather", lambda key: [key]),
+            (sharded_attention.ExchangedHeads, "_exchange_heads", lambda tensors: tensors[1:]),
+        ):
+            call = getattr(owner, name)
+
+            def kept(*args, call=call, keys=keys):
+                result = call(*args)
+                held[0] += sum(tensor.nbytes for tensor in keys(result))
+                return result
+
+            patch.setattr(owner, name, kept)
+        attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
+    return bytes_sent[0], held[0]
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (8, 2), (4, 1), (12, 6), (12, 3)])
+def test_bytes_sent_and_held_are_those_by_which_a_form_is_recommended(group, heads, shared):
+    (cp_sent, cp_held), (sp_sent, sp_held) = (
+        zip(*group.run(measure, form, heads, shared), strict=True) for form in ("cp", "sp")
+    )
+    ratios = compare_forms(heads, shared, group.size)
+    assert sum(sp_sent) / sum(cp_sent) == pytest.approx(ratios.sent)
+    assert max(sp_held) / max(cp_held) == pytest.approx(ratios.held)
+
+
+def test_heads_that_ranks_do_not_divide_cannot_be_compared():
+    assert compare_forms(6, 6, 4) is None
 
 
 # Refused ---------------------------------------------------------------------------------
