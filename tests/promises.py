@@ -126,6 +126,18 @@ GUARANTEES = (
         "tokens of a batch",
     ),
     Promise(
+        "Split sequences",
+        "With parallel.cp or parallel.sp, losses and gradients equal those of one process, with masks, packed documents and heads that "
+        "share keys.",
+        (
+            "tests/runtime/parallel/test_context_parallel.py::test_attention_equals_that_of_one_process_forward_and_backward",
+            "tests/runtime/parallel/test_context_parallel.py::test_heads_can_share_keys",
+            "tests/runtime/parallel/test_context_parallel.py::test_torch_layers_attend_to_full_sequences",
+            "tests/runtime/parallel/test_context_parallel_of_transformers.py::test_packed_and_padded_documents_are_masked_as_in_one_process",
+        ),
+        "keys of exchanged heads",
+    ),
+    Promise(
         "Mixed precision",
         "Set no, bf16 or fp16 in the profile or in Accelerator(mixed_precision=...).",
         (

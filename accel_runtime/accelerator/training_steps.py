@@ -139,6 +139,8 @@ class TrainingSteps:
             else GlobalBatches(run.loops, run.accumulation, run.backend.topology.rank)
         )
         self._is_distributed = run.backend.topology.world_size > 1
+        self._splits_later = run.backend.grid.size("sequence") > 1
+        """True if sequences are to be split, and were not yet."""
         self._find_loss_scale = run.loops.find_loss_scale if self._is_distributed else None
         """Returns the weight of this rank's mean loss; None if it is always 1."""
         if self._global_batches is not None:
@@ -170,6 +172,8 @@ class TrainingSteps:
             weight = self._run.loops.find_weight()
         if checks.is_active:
             checks.begin_backward()
+            if self._splits_later:
+                self._report_full_sequences()
         try:
             if (
                 weight is None
@@ -350,8 +354,21 @@ class TrainingSteps:
         """Shard sequences over the ranks that split them inside the context."""
         from accel_runtime.parallel.context_parallel import shard_sequences  # noqa: PLC0415 - its imports are slow
 
+        self._splits_later = False
         form: Any = name_dimension(self._run.backend.grid, "sequence")
         return shard_sequences(self._sequence_group, buffers, buffer_seq_dims, no_restore_buffers, form)
+
+    def _report_full_sequences(self) -> None:
+        """Report a layout that splits sequences in a script that does not."""
+        self._splits_later = False
+        grid = self._run.backend.grid
+        _LOG.warning(
+            "Sequences are not split: %s is %d, and backward() at %s is not in maybe_context_parallel, so that each of these ranks "
+            "computes full sequences. Train inside of accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...).",
+            name_dimension(grid, "sequence"),
+            grid.size("sequence"),
+            call_site(),
+        )
 
     def gather_sequence(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return full sequences from shards."""

@@ -100,7 +100,7 @@ class Parallel:
                 )
         if self.cp > 1 and self.sp > 1:
             raise SettingsError(
-                f"Invalid parallel.cp {self.cp} with parallel.sp {self.sp}: both split sequences. Set one of them."
+                f"Invalid parallel.sp {self.sp}: parallel.cp is {self.cp}, and both split sequences. Set one of them."
             )
         for pattern, style in self.tp_plan:
             failure = f"Invalid parallel.tp_plan {f'{pattern}={style}'!r}"

@@ -374,7 +374,7 @@ class ExchangedHeads(ShardedAttention):
         if heads % parts:
             divisors = [str(size) for size in range(2, parts) if heads % size == 0]
             cure = f"Set sp to {' or '.join(divisors)}, or use" if divisors else "Use"
-            return f"sp: {parts} does not divide its {heads} heads on this rank. {cure} cp instead of sp."
+            return f"its number of heads, {heads} on this rank, is not a multiple of sp: {parts}. {cure} cp instead of sp."
         for tensor in (call.key, call.value):
             shared = tensor.size(_HEADS)
             if heads % shared or (shared not in {1, heads} and not shares):

@@ -64,7 +64,7 @@ def test_both_forms_of_splitting_sequences_have_the_same_ranks(shard, tp, parts)
 
 
 def test_sequences_are_split_in_one_form():
-    with pytest.raises(SettingsError, match=r"parallel\.cp 2 with parallel\.sp 4: .*\. Set one of them"):
+    with pytest.raises(SettingsError, match=r"parallel\.sp 4: parallel\.cp is 2, .*\. Set one of them"):
         Parallel(cp=2, sp=4)
 
 

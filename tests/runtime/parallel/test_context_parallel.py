@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from support.cases.log_messages import collect_messages
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -66,7 +67,8 @@ def build_model_and_batch(model, kind, length=LENGTH):
     """Return a model, and a batch: inputs, labels, positions."""
     torch.manual_seed(0)
     model = model(kind)
-    x, y = torch.randn(3, length, 8), torch.randn(3, length, 8)
+    dtype = next(model.parameters()).dtype
+    x, y = torch.randn(3, length, 8, dtype=dtype), torch.randn(3, length, 8, dtype=dtype)
     return model, x, y, torch.arange(length).expand(3, length).contiguous()
 
 
@@ -127,11 +129,11 @@ def compute_on_ranks(model, kind, form, length=LENGTH):
     return output, total.item(), grads, gather_sequence(leaf.grad, 1, group) / group.size()
 
 
-def check_equal(four_or_pair, model, kind, form, length=LENGTH):
+def check_equal(four_or_pair, model, kind, form, length=LENGTH, **tolerance):
     """Check that the results of the ranks equal those of one process."""
     expected = compute_reference(model, kind, length)
     for result in four_or_pair.run(compute_on_ranks, model, kind, form, length):
-        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result, expected, **({"rtol": 1e-5, "atol": 1e-6} | tolerance))
 
 
 @pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
@@ -193,6 +195,22 @@ def test_compiled_blocks_that_recompute_activations_attend_to_full_sequences(pai
 @pytest.mark.parametrize(("heads", "shared"), [(4, 2), (4, 1), (12, 6), (12, 4), (12, 3)])
 def test_heads_can_share_keys(group, form, heads, shared):
     check_equal(group, lambda kind: Block(kind, heads, shared), "causal", form)
+
+
+def test_results_in_float64_differ_by_rounding_only(group, form):
+    check_equal(group, lambda kind: Block(kind, 12, 6).double(), "causal", form, rtol=1e-9, atol=1e-12)
+
+
+class Autocast(Block):
+    """A block that computes in bfloat16."""
+
+    def forward(self, x, positions, mask=None):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x, positions, mask).float()
+
+
+def test_results_in_bfloat16_differ_by_its_rounding_only(pair, form):
+    check_equal(pair, lambda kind: Autocast(kind, shared=2), "causal", form, rtol=2**-6, atol=2**-7)
 
 
 def test_padding_is_masked_in_torch_layers(pair, form):
@@ -349,7 +367,7 @@ REFUSALS = {
 HEADS_REFUSED = {
     "heads that ranks do not divide": (
         lambda x, _, inside: inside(lambda: F.scaled_dot_product_attention(x, x, x)),
-        "failed: sp: 2 does not divide its 3 heads on this rank. Use cp instead of sp.",
+        "failed: its number of heads, 3 on this rank, is not a multiple of sp: 2. Use cp instead of sp.",
     ),
     "no heads": (
         lambda x, _, inside: inside(lambda: F.scaled_dot_product_attention(x[0], x[0], x[0])),
@@ -562,6 +580,25 @@ LAYOUTS = {
     "dp_replicate 2 x sp 2": ({"dp_replicate_size": 2, "sp_size": 2}, 4, 1),
     "sp 4": ({"sp_size": 4}, 4, 2),
 }
+
+
+def test_a_backward_pass_of_sequences_that_are_not_split_is_reported_once(pair, form):
+    def train_outside():
+        from accel_runtime import Accelerator, ParallelismConfig
+
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(**{f"{form}_size": 2}))
+        model = accelerator.prepare(nn.Linear(2, 2))
+        with collect_messages("accel_runtime") as messages:
+            for _ in range(2):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+        return [message for message in messages if "Sequences are not split" in message]
+
+    (message,), others = pair.run(train_outside)
+    assert others == []
+    assert f"{form} is 2" in message
+    assert message.endswith(
+        "Train inside of accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)."
+    )
 
 
 @pytest.mark.slow

@@ -121,6 +121,11 @@ def check_family(ranks, family, implementation, form, **options):
         assert {case: value for case, value in differences.items() if not value < 1e-4} == {}
 
 
+@pytest.mark.parametrize("form", ["cp", "sp"])
+def test_packed_and_padded_documents_are_masked_as_in_one_process(pair, form):
+    check_family(pair, "llama", "sdpa", form)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "implementation", "form", "world_size"),
@@ -283,7 +288,7 @@ REJECTED_BY_CP = {
 REJECTED_BY_SP = {
     "heads that ranks do not divide": (
         lambda form: call_inside(form, build_with("llama", num_attention_heads=1, num_key_value_heads=1)),
-        "LlamaAttention with sequence parallelism failed: sp: 2 does not divide its 1 heads on this rank. Use cp",
+        "LlamaAttention with sequence parallelism failed: its number of heads, 1 on this rank",
     ),
     "attention weights": (
         lambda form: call_inside(form, build_with("llama", "eager"), output_attentions=True),
