@@ -202,7 +202,7 @@ def on_the_cpu(home, monkeypatch):
 def clusters(replicas):
     """The cluster of each size; `run(function, *args)` calls a function of a test on every rank.
 
-    Each rank of the cluster `apart` is on its own node, and therefore uses another transport.
+    Each rank of the cluster `apart` is on its own node, and therefore uses another transport; `nodes` are two of two ranks.
     """
     import cloudpickle
     import torch
@@ -217,7 +217,8 @@ def clusters(replicas):
         2: Cluster(2),
         3: Cluster(3),
         4: Cluster(4),
-        "apart": Cluster(3, one_per_node=True),
+        "apart": Cluster(3, per_node=1),
+        "nodes": Cluster(4, per_node=2),
     }
     yield sizes | replicas
     for group in sizes.values():
@@ -251,6 +252,12 @@ def alone(clusters):
 def pair(clusters):
     """Two processes."""
     return clusters[2]
+
+
+@pytest.fixture
+def two_nodes(clusters):
+    """Four processes on two nodes; a test of them is marked slow."""
+    return clusters["nodes"]
 
 
 @pytest.fixture

@@ -102,6 +102,30 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "models on the ranks that do not read",
+        "accel_runtime.parallel.node_loading:NodeLoading.load",
+        set_value("is_reader", "True"),
+        (
+            "tests/runtime/parallel/test_node_loading.py::test_each_rank_gets_the_values_that_the_first_rank_of_the_node_has_read",
+        ),
+    ),
+    Mutation(
+        "full tensors that are kept after they are sent",
+        "accel_runtime.parallel.node_loading:PendingValues.fill_shards",
+        set_value("value", "self.values.get(key)"),
+        (
+            "tests/runtime/parallel/test_node_loading.py::test_the_memory_of_a_node_is_that_of_the_model_and_a_tensor_a_rank",
+        ),
+    ),
+    Mutation(
+        "random states of the rank that reads",
+        "accel_runtime.parallel.node_loading:NodeLoading.load",
+        set_value("alike", "[]"),
+        (
+            "tests/runtime/parallel/test_node_loading.py::test_weights_that_no_file_has_are_those_of_the_first_rank",
+        ),
+    ),
+    Mutation(
         "replay that differs",
         "accel_runtime.checks.replay:_find_difference",
         return_value("None"),

@@ -174,6 +174,18 @@ GUARANTEES = (
         ),
         "samples of a described step",
     ),
+    Promise(
+        "Models read once a node",
+        "In accelerator.loading(), the first process of each node reads a model, and all have its values after prepare; the memory of the "
+        "node is at most that of the model and one tensor a process.",
+        (
+            "tests/runtime/parallel/test_node_loading.py::test_each_rank_gets_the_values_that_the_first_rank_of_the_node_has_read",
+            "tests/runtime/parallel/test_node_loading.py::test_the_memory_of_a_node_is_that_of_the_model_and_a_tensor_a_rank",
+            "tests/runtime/parallel/test_node_loading.py::test_weights_that_no_file_has_are_those_of_the_first_rank",
+            "tests/runtime/parallel/test_node_loading.py::test_a_failure_inside_of_the_block_is_raised_on_all_ranks",
+        ),
+        "models on the ranks that do not read",
+    ),
 )
 """The guarantees of `docs/guarantees.md`, in its order."""
 

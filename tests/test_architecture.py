@@ -43,6 +43,8 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/extensions/sagemaker/entry.py",
     # On the host of a launch, it reads the address at which ssh reached it.
     "accel_cli/extensions/ssh/entry.py",
+    # Variables of a block, by which transformers reads no values on some ranks.
+    "accel_runtime/parallel/node_loading.py",
     # A variable says if another machine has started the launch.
     "accel_cli/control.py",
     # The client of object stores takes credentials and endpoints, as those of other tools do.
@@ -666,6 +668,7 @@ def map_torch_names(path):
 REPLACE_TORCH = {
     "accel_runtime/observe/": "measures parts of steps, waits for threads at the end of a group",
     "accel_runtime/foundation/torch_internals.py": "private names of torch",
+    "accel_runtime/parallel/node_loading.py": "torch.load in a block of accelerator.loading(), on ranks that read no values",
     "accel_cli/runner/agent.py": "torch's agent, in the launch process: it looks up the full host name at each event",
     "accel_cli/runner/rendezvous.py": "torch's rendezvous, in the launch process: its delays are no options",
     "accel_cli/extensions/migrate/counter_runs.py": "a process that runs a script to compare it: counters instead of random numbers",

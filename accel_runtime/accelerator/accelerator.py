@@ -60,6 +60,7 @@ from accel_runtime.monitoring.rates import RateMeter
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import Heartbeat, enable_progress, heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch
+from accel_runtime.parallel.node_loading import NodeLoading
 from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.tracking import GeneralTracker, Trackers
 from accel_runtime.training.accumulation import MicroBatch
@@ -205,8 +206,9 @@ class Accelerator(ProcessMethods):
             os.environ.get(NODE_NAME) or socket.gethostname(),
             self._steps.is_stopping,
         )
+        self._loading = NodeLoading(run.backend, run.strategy, lambda: run.meta_models)
         self._preparation = Preparation(
-            run, self._checkpoints.reserve_staging, self._checkpoints.check_shared_directory
+            run, self._loading, self._checkpoints.reserve_staging, self._checkpoints.check_shared_directory
         )
         self._exports = Exports(run)
         options.complete(self.num_processes)
@@ -869,6 +871,23 @@ class Accelerator(ProcessMethods):
                 not support a tensor of the model.
         """
         self._exports.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Load the models that the block creates once on each node; all processes run the block.
+
+        The first process of each node runs it as it is. The others create parameters on the meta device, and `from_pretrained`
+        and `torch.load` read no values there. `prepare` (or `prepare_model`) sends the values within the node, one tensor at a
+        time, and the first process frees each tensor of a sharded model once it is sent. The values of the first process are
+        those of all: of parameters, buffers, and weights that no file has. Before it is prepared, a model has values on the first
+        process of each node only; elsewhere its forward pass raises an error.
+
+        Code in the block must not compute with the values of weights. On one process the block runs as it is.
+
+        Raises:
+            RuntimeError: On every process, if the block fails on one; the message names the rank, its node, and the file.
+            ValueError: The strategy of the run, such as DeepSpeed, loads models in its own way.
+        """
+        return self._loading.load()
 
     @collective("model", "directory")
     def load_model(self, model: nn.Module, directory: str | os.PathLike[str]) -> None:

@@ -28,6 +28,7 @@ from accel_runtime.monitoring.logging import MultiProcessAdapter
 from accel_runtime.observe.call_sites import call_site
 from accel_runtime.observe.heartbeat import heartbeat
 from accel_runtime.parallel.big_modeling import describe_dispatch, list_meta_tensors, refuse_meta_model
+from accel_runtime.parallel.node_loading import NodeLoading, PendingValues
 from accel_runtime.parallel.strategy import ModelRequest, Placeholder
 from accel_runtime.storage.errors import format_names
 from accel_runtime.training.compile import compile_in_place
@@ -46,6 +47,7 @@ class Preparation:
 
     Args:
         run: The run.
+        loading: Has the values of models that other ranks have loaded.
         on_optimizer: Called with each prepared optimizer.
         on_prepared: Called after `prepare` if there is an optimizer; may raise before the first step.
     """
@@ -53,10 +55,11 @@ class Preparation:
     def __init__(
         self,
         run: Run,
+        loading: NodeLoading,
         on_optimizer: Callable[[PreparedOptimizer], None],
         on_prepared: Callable[[], None],
     ) -> None:
-        self._run = run
+        self._run, self._loading = run, loading
         self._on_optimizer, self._on_prepared = on_optimizer, on_prepared
         self._compared: WeakSet[Any] = WeakSet()
         """Objects that have been compared over the ranks."""
@@ -259,18 +262,28 @@ class Preparation:
         schedulers: Sequence[LRScheduler] = (),
     ) -> dict[int, Any]:
         """Return the prepared objects by the id of the script's; those that are prepared already are their own."""
+        if self._loading.is_active:
+            raise ValueError(
+                "prepare() failed: accelerator.loading() is not left yet, and some ranks create models without values in it. Call prepare() "
+                "after the block."
+            )
         results: dict[int, Any] = {}
-        new_requests = []
+        new_requests, pending = [], []
         for request in requests:
             if any(request.model is prepared for prepared in self._run.prepared.models):
                 results[id(request.model)] = request.model
             else:
-                new_requests.append(self._check_model(request))
+                new_request, values = self._check_model(request)
+                new_requests.append(new_request)
+                pending.append(values)
         new_optimizers = [
             (o, placement) for o, placement in optimizers if not isinstance(o, PreparedOptimizer)
         ]
         new_schedulers = [s for s in schedulers if not isinstance(s, PreparedScheduler)]
         models = self._run.strategy.prepare(new_requests, [o for o, _ in new_optimizers], new_schedulers)
+        for model, values in zip(models, pending, strict=True):
+            if values is not None:
+                values.fill_shards(model)
         for request, model in zip(new_requests, models, strict=True):
             self._add_model(model, is_trained=request.is_trained)
             results[id(request.model)] = model
@@ -284,22 +297,26 @@ class Preparation:
         self._run.checks.watch_prepared(has_new=bool(new_requests or new_optimizers or new_schedulers))
         return results
 
-    def _check_model(self, request: ModelRequest) -> ModelRequest:
-        """Raise an error if a model cannot be prepared, copy tensors that cannot be sent, and return the request for it."""
+    def _check_model(self, request: ModelRequest) -> tuple[ModelRequest, PendingValues | None]:
+        """Raise an error if a model cannot be prepared, copy tensors that cannot be sent, and return the request for it.
+
+        The values of its shards are returned too, if some ranks only have them.
+        """
         self._run.options.read_plugin(self._run.strategy)
         if request.is_trained:
             self._check_consistent([request.model], self._run.options.loader_options)
             self._run.precision.check(request.model.parameters())
+        pending = self._loading.take(request.model, is_placed=request.is_placed)
         if dispatch := describe_dispatch(request.model):
             self._refuse_dispatch(request, dispatch)
-            return replace(request, is_placed=False)
+            return replace(request, is_placed=False), pending
         if not self._run.strategy.shards_models:
             refuse_meta_model(request.model)
         elif self._run.options.fsdp_plugin is not None:
             self._run.options.fsdp_plugin.freeze("models are sharded by it", "Set it before prepare()")
         if self._run.backend.topology.world_size > 1:
             _make_contiguous(request.model)
-        return request
+        return request, pending
 
     def _refuse_dispatch(self, request: ModelRequest, dispatch: str) -> None:
         """Raise ValueError if a model that is dispatched to several devices cannot be prepared here."""

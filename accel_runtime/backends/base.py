@@ -144,6 +144,16 @@ class Backend(ABC):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Copy the tensor of rank `source` into `tensor` on every rank."""
 
+    def broadcast_in_node(self, tensor: torch.Tensor, nodes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        """Copy the tensor of the first rank of each node into `tensor` on its other ranks; `nodes` are the ranks of each.
+
+        All ranks call it, with tensors of equal sizes.
+        """
+        for ranks in nodes:
+            is_mine = self.topology.rank in ranks
+            self.broadcast(tensor if is_mine else torch.empty_like(tensor), ranks[0])
+        return tensor
+
     def all_gather_objects(self, item: Any, subject: str) -> list[Any]:
         """Return the picklable objects of all ranks, by rank; `subject` replaces the source line in the handshake."""
         return all_gather_objects(f"all_gather_objects of {subject}", item, self.handshake)
@@ -212,7 +222,7 @@ class Backend(ABC):
             self.set_store_key(f"{key}/{rank}", _DONE)
             return
         self.set_store_key(f"{key}/{rank}", _FOLLOWS)
-        result = self._wait_for_leader(leader, f"{key}/{leader}", operation)
+        result = self.wait_for_leader(leader, f"{key}/{leader}", operation)
         if result == _FOLLOWS:
             raise RuntimeError(
                 f"{operation} failed: rank {rank} waits for rank {leader}, which is not the first rank of its machine. Number the ranks "
@@ -222,8 +232,8 @@ class Backend(ABC):
             raise RuntimeError(f"{operation} failed on rank {leader}: {result.removeprefix(f'{_FAILED}:')}")
         yield
 
-    def _wait_for_leader(self, leader: int, key: str, operation: str) -> str:
-        """Return what `leader` sets for `key`; ranks that wait for this one meanwhile find it by its status."""
+    def wait_for_leader(self, leader: int, key: str, operation: str) -> str:
+        """Return what `leader` sets for `key`, without a timeout; ranks that wait for this one meanwhile find it by its status."""
         site, progress = call_site(), heartbeat()
         # Only one of the waiting ranks reports it.
         reported = operation if self.topology.rank == leader + 1 else None

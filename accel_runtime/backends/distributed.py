@@ -41,7 +41,7 @@ from accel_runtime.environment.settings import Settings
 from accel_runtime.environment.text import decode_text, encode_text
 from accel_runtime.environment.topology import Role, Topology, build_refusal
 from accel_runtime.foundation.options import DistributedType
-from accel_runtime.foundation.process_mesh import build_mesh, find_group
+from accel_runtime.foundation.process_mesh import build_mesh, find_group, find_node_group
 from accel_runtime.foundation.torch_internals import (
     HashStore,
     PrefixStore,
@@ -209,6 +209,16 @@ class DistributedBackend(StoreBackend):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         self._count_collective()
         dist.broadcast(tensor, src=source, group=self._group(tensor))
+        self._end_collective()
+        return tensor
+
+    @override
+    def broadcast_in_node(self, tensor: torch.Tensor, nodes: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+        if len(nodes) == 1:
+            return self.broadcast(tensor)
+        group, source = find_node_group(nodes)
+        self._count_collective()
+        dist.broadcast(tensor, src=source, group=group)
         self._end_collective()
         return tensor
 

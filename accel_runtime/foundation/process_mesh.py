@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_runtime.environment.layouts import name_dimension
 from accel_runtime.environment.topology import RankGrid, Role
 
-__all__ = ["GroupFacts", "ProcessMesh", "build_mesh", "find_group"]
+__all__ = ["GroupFacts", "ProcessMesh", "build_mesh", "find_group", "find_node_group"]
 
 
 def build_mesh(grid: RankGrid, device: str) -> DeviceMesh:
@@ -26,6 +27,11 @@ def find_group(grid: RankGrid, device: str, role: Role) -> dist.ProcessGroup:
     if grid.size(role) == 1:
         return world if world is not None and grid.world_size == 1 else _create_group_of_one(world)
     return build_mesh(grid, device).get_group(name_dimension(grid, role))
+
+
+def find_node_group(nodes: tuple[tuple[int, ...], ...]) -> tuple[dist.ProcessGroup, int]:
+    """Return the process group of the ranks of this node, and the first of them; collective at the first call for `nodes`."""
+    return _create_node_group(dist.group.WORLD, nodes)
 
 
 class ProcessMesh:
@@ -101,6 +107,13 @@ def _create_mesh(
     _: object, device: str, names: tuple[str, ...], ranks: tuple[int, ...], sizes: tuple[int, ...]
 ) -> DeviceMesh:
     return DeviceMesh(device, torch.tensor(ranks, device="cpu").view(sizes), mesh_dim_names=names)
+
+
+@cache
+def _create_node_group(_: object, nodes: tuple[tuple[int, ...], ...]) -> tuple[dist.ProcessGroup, int]:
+    enumerate_groups: Any = dist.new_subgroups_by_enumeration
+    group, _groups = enumerate_groups([list(ranks) for ranks in nodes])
+    return group, next(ranks[0] for ranks in nodes if dist.get_rank() in ranks)
 
 
 @cache

@@ -66,8 +66,11 @@ __all__ = [
     "on_backward_end",
     "open_file_part",
     "override_method",
+    "own_tensors",
     "qualified_name",
     "rebuild_buckets",
+    "remove_forward_pre_hooks",
+    "replace_data",
     "replace_iterator",
     "restore_buckets",
     "set_gradient_hooks",
@@ -127,6 +130,27 @@ def list_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 yield tensor
+
+
+def own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module itself."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def remove_forward_pre_hooks(module: nn.Module, kind: type) -> None:
+    """Remove the forward pre-hooks of a class, also those that a copy of another module has."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, kind)]:
+        del module._forward_pre_hooks[key]
+
+
+def replace_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Replace the memory of a parameter, also by that of another device; it stays the same object, with its attributes and hooks."""
+    attributes, hooks = dict(vars(parameter)), gradient_hooks(parameter)
+    swap_tensors: Any = torch.utils.swap_tensors
+    swap_tensors(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))
+    vars(parameter).update(attributes)
+    set_gradient_hooks(parameter, hooks)
 
 
 def state_versions(state: Mapping[str, Any]) -> dict[str, Any] | None:

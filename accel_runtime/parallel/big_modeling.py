@@ -106,24 +106,32 @@ class MetaModels:
     """The device of sharded parameters, which is the host if they are offloaded."""
 
     def materialize(self, model: nn.Module) -> None:
-        """Allocate parameters and buffers on the meta device in place."""
+        """Allocate parameters and buffers on the meta device in place; modules that share one share the new one."""
+        buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The old buffers, so that no other has the id of one, and the new ones."""
 
         def allocate(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_meta:
                 return tensor
             device = self.parameter_device if hasattr(tensor, "device_mesh") else self.device
-            return torch.empty_like(tensor, device=device)
+            if isinstance(tensor, nn.Parameter):
+                return torch.empty_like(tensor, device=device)
+            if id(tensor) not in buffers:
+                buffers[id(tensor)] = tensor, torch.empty_like(tensor, device=device)
+            return buffers[id(tensor)][1]
 
         # to_empty() would drop existing values.
         apply: Any = model._apply  # noqa: SLF001
         # Otherwise torch replaces the parameters, and optimizers keep the old ones.
         previous = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
+        attributes = {parameter: dict(vars(parameter)) for parameter in model.parameters()}
         try:
             apply(allocate)
         finally:
             torch.__future__.set_swap_module_params_on_conversion(previous)
         for parameter in model.parameters():
+            vars(parameter).update(attributes[parameter])
             set_gradient_hooks(parameter, gradient_hooks(parameter))
 
 

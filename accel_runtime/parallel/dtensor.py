@@ -44,6 +44,7 @@ __all__ = [
     "list_gathered",
     "local_shard",
     "map_shard",
+    "narrow_to",
     "read_unsynced_gradients",
     "refuse_sharded_saves",
     "region_of",
@@ -103,12 +104,12 @@ def shard_like(full: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tenso
     """Shard a full tensor, equal on all ranks, like another one; nothing is sent."""
     if not hasattr(like, "device_mesh"):
         return full
-    shard = _narrow(full, region_of(like, name)).clone(memory_format=torch.contiguous_format)
+    shard = narrow_to(full, region_of(like, name)).clone(memory_format=torch.contiguous_format)
     sharded: Any = like
     return _build_dtensor(shard.to(local_shard(like).device), sharded, like.stride())
 
 
-def _narrow(full: torch.Tensor, region: ShardRegion) -> torch.Tensor:
+def narrow_to(full: torch.Tensor, region: ShardRegion) -> torch.Tensor:
     """Return a view of a shard; the offset of an empty one may be past the end."""
     for dimension, (offset, length) in enumerate(zip(*region, strict=True)):
         full = full.narrow(dimension, min(offset, full.shape[dimension]), length)
@@ -328,7 +329,7 @@ def restore_unsynced_gradients(
             # `fully_shard` accumulates a shard if tensor parallelism shards the parameter too.
             if (spec := unsharded_spec(sharded)) is not None:
                 region = ShardRegion(*compute_shard_region(spec.shape, spec.mesh, spec.placements))
-                gradient = _build_dtensor(_narrow(gradient, region).contiguous(), spec, stride)
+                gradient = _build_dtensor(narrow_to(gradient, region).contiguous(), spec, stride)
         set_unsharded_gradient(sharded, gradient)
 
 

@@ -83,6 +83,7 @@ class FullyShardStrategy(Strategy):
     """
 
     shards_models = True
+    takes_meta_models = True
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         super().__init__(backend)
@@ -499,8 +500,8 @@ def _describe_mismatch(
             return f"{name} is {other[name][0]}, and on rank 0 {first[name][0]}"
         if (first[name][1] is None) != (other[name][1] is None):
             return (
-                f"{name} is on the meta device on one of them only. Make the model on the meta device on all ranks, and call "
-                "accelerator.load_model(model, path) after prepare(): each rank reads its own part"
+                f"{name} is on the meta device on one of them only. Load the model in `with accelerator.loading():`, or make it on the meta "
+                "device on all ranks, and call accelerator.load_model(model, path) after prepare()"
             )
     return ""
 

@@ -246,6 +246,12 @@ class Strategy:
     shards_models = False
     """Models are sharded over ranks, models that are never trained too, and their parameters are replaced."""
 
+    takes_meta_models = False
+    """Models on the meta device are prepared, and get their values afterwards."""
+
+    loading_refusal = ""
+    """Why models that have values on the first rank of a node only cannot be prepared, with the cure; empty if they can be."""
+
     scales_losses = False
     """Losses are scaled here in fp16, so that `training` has no loss scaler."""
 

@@ -102,6 +102,7 @@ _USE_WRAP = "say wrap: with the names of the classes"
 _USE_DTYPES = "say param_dtype, reduce_dtype and output_dtype"
 _GATHERS_EARLY = "fully_shard always gathers the next module early"
 _NO_STATE_DICT_CONFIG = "checkpoints need no such object; leave it out"
+_LOADING = "put from_pretrained() into `with accelerator.loading():`"
 _META_DEVICE = "create the model with init_empty_weights(), and call accelerator.load_model() after prepare()"
 
 SHARDING_STRATEGY = Setting(
@@ -213,9 +214,8 @@ CPU_RAM_EFFICIENT_LOADING = Setting(
     launch_default="true",
     argument="cpu_ram_efficient_loading",
     same=(False,),
-    reason=_META_DEVICE,
-    instead="create the model on the meta device (init_empty_weights) and let accelerator.load_model() read the file after "
-    "prepare(): each rank then reads its own part only; leave it out",
+    reason=_LOADING,
+    instead="load the model in `with accelerator.loading():`, where one rank of each node reads it; leave it out",
 )
 FSDP = ConfigSection(
     "fsdp_config",

@@ -206,6 +206,10 @@ class DeepSpeedStrategy(Strategy):
     """
 
     shards_models = True
+    loading_refusal = (
+        "DeepSpeed prepares models that are full on every rank. Load the model outside of the block; in ZeRO stage 3, from_pretrained of "
+        "transformers shards it while it loads (deepspeed.zero3_init: true)."
+    )
     scales_losses = True
 
     def __init__(

@@ -58,6 +58,10 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 class SingleReplica(Strategy):
     """One replica, which has all parameters and averages nothing."""
 
+    loading_refusal = (
+        "the replicas of an XLA device load models themselves. Load the model outside of the block."
+    )
+
     @override
     def check_options(self, ddp_options: Mapping[str, Any], mixed_precision: MixedPrecision) -> None:
         check_format(mixed_precision)

@@ -114,7 +114,7 @@ def test_hybrid_sharding_becomes_one_replica_for_each_node():
         ("backward_prefetch", "NO_PREFETCH", "always gathers the next module early"),
         ("state_dict_type", "FULL_STATE_DICT", "use accelerator.save_model() for full weights"),
         ("use_orig_params", False, "always keep their names"),
-        ("cpu_ram_efficient_loading", True, "create the model with init_empty_weights()"),
+        ("cpu_ram_efficient_loading", True, "put from_pretrained() into `with accelerator.loading():`"),
         ("activation_checkpointing_offload", True, "on the device"),
         ("ignored_modules", "model.(a|b)", "regular expressions are not supported"),
         ("min_num_params", 5, "with SIZE_BASED_WRAP only"),

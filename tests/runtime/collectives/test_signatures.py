@@ -91,7 +91,7 @@ def test_a_parameter_is_compared_unless_it_is_listed():
 # Methods of the Accelerator that exchange nothing, or whose exchanges compare what matters: by reason.
 OF_ANOTHER_FUNCTION = {"gather", "pad_across_processes", "reduce"}
 BARRIERS = {"profile", "wait_for_everyone"}
-TURNS_IN_THE_STORE = {"local_main_process_first", "main_process_first"}
+TURNS_IN_THE_STORE = {"loading", "local_main_process_first", "main_process_first"}
 COMPARED_OBJECTS = {"prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"}
 TRAINING_STEPS = {
     "accumulate", "backward", "clip_grad_norm_", "clip_grad_value_", "context_parallel", "forward_backward",

@@ -97,15 +97,15 @@ class Cluster:
 
     Args:
         size: The world size.
-        one_per_node: Whether each rank is on its own node: `LOCAL_RANK` 0 and `LOCAL_WORLD_SIZE` 1.
+        per_node: The ranks of a node, by `LOCAL_RANK` and `LOCAL_WORLD_SIZE`; all by default.
         settings: Environment variables of the ranks that replace those of a rank on the CPU.
     """
 
     backend, kind, carrier = "DistributedBackend", "MULTI_CPU", "gloo"
 
-    def __init__(self, size, *, one_per_node=False, settings=None):
+    def __init__(self, size, *, per_node=None, settings=None):
         self.size = size
-        self._one_per_node = one_per_node
+        self._per_node = per_node or size
         self._settings = {"ACCEL_DEVICE": "cpu", "ACCEL_PROCESS_GROUP_TIMEOUT": GROUP_TIMEOUT_S} | (
             settings or {}
         )
@@ -122,7 +122,7 @@ class Cluster:
 
     def local_rank(self, rank):
         """Return the local rank of a rank."""
-        return 0 if self._one_per_node else rank
+        return rank % self._per_node
 
     def run(self, function, *args):
         """Call `function(*args)`, both taken by value, on every rank; return the results in rank order."""
@@ -180,7 +180,7 @@ class Cluster:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCEL_")}
         for rank in range(self.size):
             local_end, remote_end = Pipe()
-            local_rank_and_size = (0, 1) if self._one_per_node else (rank, self.size)
+            local_rank_and_size = (self.local_rank(rank), self._per_node)
             variables = {"RANK": rank, "WORLD_SIZE": self.size}
             variables |= dict(zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE"), local_rank_and_size, strict=True))
             group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
