@@ -57,6 +57,7 @@ __all__ = [
     "is_fsdp_module",
     "is_functorch_active",
     "is_graph_pending",
+    "is_view",
     "iterator_function",
     "keep_gathered",
     "list_buffers",
@@ -115,6 +116,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage, which may have no address."""
     return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd regards a tensor as a view of another one."""
+    return tensor._base is not None
 
 
 def list_buffers(module: nn.Module, *, persistent: bool) -> list[str]:

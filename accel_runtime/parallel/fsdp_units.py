@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from accel_runtime.environment.settings import FullyShard, find_nearest
 from accel_runtime.foundation import nested
@@ -36,6 +38,7 @@ from accel_runtime.foundation.torch_internals import (
     gathered_parameters,
     gradient_hooks,
     is_functorch_active,
+    is_view,
     list_owners,
     local_tensor,
     override_method,
@@ -114,7 +117,7 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
         # Around the hooks of torch. The last one searches the outputs for tensors, to gather the parameters in the backward pass.
         checks = ForwardChecks(names)
         module.register_forward_pre_hook(checks.before, prepend=True)
-        module.register_forward_hook(checks.pack)
+        module.register_forward_hook(checks.pack, with_kwargs=True)
         fully_shard(
             module,
             mesh=mesh,
@@ -477,7 +480,7 @@ class ForwardChecks:
         self._samples = [_take_sample(parameter) for parameter in parameters] if self._is_first else []
 
     @without_compilation
-    def pack(self, module: nn.Module, _args: Any, outputs: Any) -> Any:
+    def pack(self, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         """Check the forward pass, and return its outputs so that torch finds the tensors in them."""
         if is_functorch_active():
             return nested.pack_tensors(outputs)
@@ -485,6 +488,7 @@ class ForwardChecks:
         outputs = _copy_parameters(module, outputs)
         if torch.is_grad_enabled():
             check_hidden_gradients(outputs, "parameters are not gathered for their backward pass")
+            outputs = _replace_views((args, kwargs), outputs)
             for leaf in nested.leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(_begin_backward, module))  # type: ignore[no-untyped-call]
@@ -558,6 +562,36 @@ def _copy_parameters(module: nn.Module, outputs: Any) -> Any:
         return leaf
 
     return nested.map_leaves(copy, outputs)
+
+
+class _Alias(torch.autograd.Function):
+    """A tensor with the memory and the version of another one, which is no view of it."""
+
+    @staticmethod
+    @override
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    @override
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _replace_views(inputs: Any, outputs: Any) -> Any:
+    """Return outputs with aliases instead of views, so that operations in place may follow.
+
+    Such an operation on a view drops the hook by which torch gathers parameters for the backward pass. The output of a tensor
+    parallel layer is a view, and that of a linear layer with a bias. Views of an input or of another output stay, since autograd
+    has to see that both change, and torch warns of them.
+    """
+    views = [leaf for leaf in nested.list_tensors(outputs) if leaf.requires_grad and is_view(leaf)]
+    if not views:
+        return outputs
+    tensors = [*nested.list_tensors(inputs), *nested.list_tensors(outputs)]
+    users = Counter(storage_id(tensor) for tensor in tensors if local_tensor(tensor).layout is torch.strided)
+    owned = {id(view) for view in views if users[storage_id(view)] == 1}
+    return nested.map_tensors(lambda leaf: _Alias.apply(leaf) if id(leaf) in owned else leaf, outputs)  # type: ignore[no-untyped-call]
 
 
 @without_compilation

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from support.cases.log_messages import collect_messages
@@ -300,8 +298,6 @@ def test_gradient_hooks_on_parameters_that_sharding_replaces_are_rejected(alone,
 
 def train_with_hooks(make):
     """Return the parameters after steps with hooks of each kind, and the hooks that have run."""
-    # torch warns that outputs of modules with a full backward hook are views.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     torch.manual_seed(0)
     accelerator, model, ran = make(), ResidualNet(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -144,8 +144,7 @@ def create_accelerator(case, layout):
 def train(case, layout):
     """Return losses, norms, and all parameters and buffers after the steps on this rank."""
     torch._dynamo.reset()
-    # Warnings of torch about its own hooks, and about a model whose last layer is sharded.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    # A warning of torch about its own hooks.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     accel = create_accelerator(case, layout)
     torch.manual_seed(1)

@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel_runtime import Accelerator, ParallelismConfig
+from accel_runtime.foundation import torch_internals
 
 TOKENS = torch.arange(14).remainder(7)
 TARGETS = torch.linspace(-1, 1, 42).view(14, 3)
@@ -264,6 +265,62 @@ def refuse_max_norm_in_ddp():
 def test_the_cure_for_max_norm_works_and_ddp_rejects_it_too(pair):
     assert max(pair.run(normalize_rows)) < 1e-6
     assert all("max_norm changes the rows" in message for message in pair.run(refuse_max_norm_in_ddp))
+
+
+class Viewed(nn.Module):
+    """A model whose modules return views of what they compute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        # With a bias and inputs of three dimensions, torch returns a view.
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(torch.tanh(x))
+            y += x
+            x = y
+        return self.head(x)
+
+
+def add_to_views():
+    """Return losses and gradients of sharded models and of the same models on one process."""
+    results = []
+    for accelerator in (shard(), None):
+        model = Viewed()
+        prepared = accelerator.prepare(model) if accelerator else model
+        out = prepared(X.view(2, 3, 6))
+        assert torch_internals.is_view(out) is (accelerator is None)
+        out *= 2
+        loss = out.square().mean()
+        loss.backward()
+        gradients = (parameter.grad for parameter in model.parameters())
+        results.append([loss.detach(), *(getattr(g, "full_tensor", lambda g=g: g)() for g in gradients)])
+    return results
+
+
+class ReturnsInput(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x[:1]
+
+
+def return_view_of_input():
+    model = shard().prepare(ReturnsInput(6, 3))
+    with pytest.warns(UserWarning, match="returned a view tensor"):
+        _, kept = model(X.clone().requires_grad_() * 1)
+    return torch_internals.is_view(kept)
+
+
+def test_operations_in_place_on_outputs_that_are_views_train_as_on_one_process(pair):
+    """`fully_shard` alone loses the hook that gathers parameters, and fails with "setStorage"."""
+    for sharded, expected in pair.run(add_to_views):
+        torch.testing.assert_close(sharded, expected)
+
+
+def test_a_view_of_an_input_stays_one_and_is_warned_of(pair):
+    assert pair.run(return_view_of_input) == [True, True]
 
 
 def build_blocks():

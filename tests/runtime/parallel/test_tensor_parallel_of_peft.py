@@ -118,7 +118,6 @@ def train(sizes, case, folder=None):
     """Train for some steps; return losses, the gradients of the first step, and the state of the model."""
     from accel_runtime import Accelerator, ParallelismConfig
 
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output of the head is a view
     accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes) if sizes else None)
     build, options = CASES[case]
     model = build(**options)
