@@ -253,7 +253,16 @@ class Preparation:
 
     def _set_forward(self, model: nn.Module) -> None:
         self._run.precision.wrap(model)
-        compile_in_place(self._run.strategy.unwrap_model(model), self._run.options.dynamo)
+        dynamo = self._run.options.dynamo
+        if dynamo.name != "no" and self._run.backend.grid.size("tensor") > 1:
+            # torch 2.13 recurses without end in graphs of sharded layers whose lengths are symbols, as after a second length.
+            if dynamo.dynamic:
+                raise ValueError(
+                    "Cannot compile a tensor parallel model with dynamic=True: torch cannot trace its layers with lengths that "
+                    "change. Leave dynamic out, and each length is compiled by itself."
+                )
+            dynamo = replace(dynamo, dynamic=False)
+        compile_in_place(self._run.strategy.unwrap_model(model), dynamo)
 
     def _prepare_together(
         self,

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from typing_extensions import override
 
 from accel_runtime.environment.settings import find_nearest
+from accel_runtime.foundation.torch_internals import is_compiled
 from accel_runtime.parallel.dtensor import is_sharded_by_tp, local_shard
 from accel_runtime.parallel.fsdp_units import matches_pattern
 from accel_runtime.storage.errors import format_names
@@ -78,6 +79,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         plan: The result of `plan_tensor_parallel`.
     """
     check_divisibility(model, mesh.size(), plan)
+    _refuse_compiled_embeddings(model, plan)
     tied_names, requires_grad = _find_tied(model), {n: p.requires_grad for n, p in model.named_parameters()}
     for name, style in plan.items():
         # src_data_rank=None, since all ranks have the same values.
@@ -92,6 +94,21 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         if isinstance(parameter, DTensor) and requires_grad[name]:
             parameter.register_hook(partial(_redistribute, parameter.placements))  # type: ignore[no-untyped-call]
     _share_rng_state(mesh)
+
+
+def _refuse_compiled_embeddings(model: nn.Module, plan: Plan) -> None:
+    """Raise ValueError if an embedding whose rows are sharded is compiled: torch keeps its mask from one tracing to the next."""
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Embedding) or sharded_dimensions(module, style).get("weight") != 0:
+            continue
+        parts = name.split(".")
+        around = [model.get_submodule(".".join(parts[:length])) for length in range(len(parts) + 1)]
+        if any(map(is_compiled, around)):
+            raise ValueError(
+                f"Cannot compile {type(model).__name__}: torch cannot trace {name}, whose rows tensor parallelism shards "
+                "(embedding_rowwise). Set its style to embedding_colwise in parallel.tp_plan, or remove it from the plan."
+            )
 
 
 def _find_own_plans(model: nn.Module) -> list[tuple[str, Any]]:
