@@ -13,7 +13,6 @@ from support.training.models import UnevenTiedNet
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import DataLoaderConfiguration, ProjectConfiguration, init_empty_weights
-from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.file_store import FileStore
 from accel_runtime.storage.tensor_file import MergeRequest, merge_tensors
 
@@ -293,23 +292,6 @@ def test_an_accumulation_cycle_of_four_ranks_continues_on_two(four_ready, pair_r
         assert four_ready.run(save_or_resume_within_cycle, folder, sizes, True) == expected
         for state in pair_ready.run(save_or_resume_within_cycle, folder, {"dp_shard": 2}, True):
             require_close(state, expected[0])
-
-
-def run_cycle_or_return_error(folder, sizes, load):
-    try:
-        return save_or_resume_within_cycle(folder, sizes, load)
-    except CheckpointError as error:
-        return str(error)
-
-
-def test_an_accumulation_cycle_under_tensor_parallelism_is_exact_or_rejected(pair_ready, tmp_path):
-    folder, sizes = str(tmp_path / "saved"), {"tp": 2, "tp_plan": PLAN}
-    expected = pair_ready.run(run_cycle_or_return_error, folder, sizes, False)
-    if isinstance(expected[0], str):
-        assert "Save at the end of a cycle" in expected[0]
-        assert not Path(folder).exists()
-        return
-    assert pair_ready.run(save_or_resume_within_cycle, folder, sizes, True) == expected
 
 
 # Optimizers --------------------------------------------------------------------------------

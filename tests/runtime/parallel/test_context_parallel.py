@@ -571,15 +571,14 @@ def train(sizes, batch):
 
 
 LAYOUTS = {
-    "cp 2": ({"cp_size": 2}, 2, 2),
     "dp_shard 2 x cp 2": ({"dp_shard_size": 2, "cp_size": 2}, 4, 1),
-    "dp_replicate 2 x cp 2": ({"dp_replicate_size": 2, "cp_size": 2}, 4, 1),
     "cp 4": ({"cp_size": 4}, 4, 2),
     "sp 2": ({"sp_size": 2}, 2, 2),
     "dp_shard 2 x sp 2": ({"dp_shard_size": 2, "sp_size": 2}, 4, 1),
     "dp_replicate 2 x sp 2": ({"dp_replicate_size": 2, "sp_size": 2}, 4, 1),
     "sp 4": ({"sp_size": 4}, 4, 2),
 }
+"""Layouts with weighted losses; `test_axes.py` trains in all pairs of axes."""
 
 
 def test_a_backward_pass_of_sequences_that_are_not_split_is_reported_once(pair, form):
