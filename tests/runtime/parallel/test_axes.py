@@ -165,7 +165,7 @@ PROGRAMS = {
 """The results of each operation on the ranks of a layout."""
 
 
-def run_row(sizes, operations, folder):
+def run_row(sizes, operations, folder, one):
     """Return the results of the operations on this rank, or the message of the error of each."""
     # Warnings of torch about its own tracing and hooks.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
@@ -174,7 +174,8 @@ def run_row(sizes, operations, folder):
     for operation in operations:
         torch._dynamo.reset()
         try:
-            results[operation] = PROGRAMS[operation](sizes, folder)
+            is_loaded = operation == "load at another layout"
+            results[operation] = PROGRAMS[operation](sizes, one if is_loaded else folder)
         except Exception as error:  # noqa: BLE001 - each cell has its own
             results[operation] = f"{error}"
     return results
@@ -210,11 +211,11 @@ def compare(operation, ranks, expected):
             )
 
 
-def check_row(cluster, one_process, layout, operations):
+def check_row(cluster, one_process, layout, operations, folder):
     """Run operations on the ranks of a layout; return the failure of each that does not do what its cell says."""
-    compute, folder = one_process
+    compute, one = one_process
     expected = {operation: compute(operation) for operation in operations}
-    ranks = cluster.run(run_row, layout.sizes, operations, folder)
+    ranks = cluster.run(run_row, layout.sizes, operations, folder, one)
     failures = {}
     for operation in operations:
         results = [rank[operation] for rank in ranks]
@@ -222,6 +223,7 @@ def check_row(cluster, one_process, layout, operations):
         try:
             if refusal:
                 assert results == [refusal.sentence] * layout.world_size, results
+                assert not (folder / "cycle").exists()
             else:
                 compare(operation, results, expected[operation])
                 AFTERWARDS.get(operation, lambda *_: None)(folder, expected[operation], results)
@@ -270,14 +272,14 @@ OTHERS = [operation for operation in OPERATIONS if operation not in COMPILED]
         for layout in LAYOUTS
     ],
 )
-def test_a_layout_does_what_its_row_says(clusters, one_process, layout):
-    assert not check_row(clusters[layout.world_size], one_process, layout, OTHERS)
+def test_a_layout_does_what_its_row_says(clusters, one_process, layout, tmp_path):
+    assert not check_row(clusters[layout.world_size], one_process, layout, OTHERS, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_layout_compiles_as_its_row_says(clusters, one_process, layout):
-    assert not check_row(clusters[layout.world_size], one_process, layout, COMPILED)
+def test_a_layout_compiles_as_its_row_says(clusters, one_process, layout, tmp_path):
+    assert not check_row(clusters[layout.world_size], one_process, layout, COMPILED, tmp_path)
 
 
 def train_on_lengths(sizes, dynamo):
