@@ -156,9 +156,13 @@ PROGRAMS = {
     "export": lambda sizes, folder: [export(sizes, f"{folder}/export")],
     "clip": lambda sizes, _: [Run(sizes).train(clip=0.1)],
     "accumulation": lambda sizes, _: [Run(sizes, gradient_accumulation_steps=2).train()],
-    # With `cp` each graph takes seconds, so that its pairs are traced and not compiled; `cp` alone is.
+    # With `cp` and `sp` each graph takes seconds, so that their pairs are traced and not compiled; each alone is.
     "compile": lambda sizes, _: [
-        Run(sizes, plan=PLAN, dynamo_backend="eager" if {"cp"} < set(sizes) else "aot_eager").train(stop=2)
+        Run(
+            sizes,
+            plan=PLAN,
+            dynamo_backend="eager" if len(sizes) > 1 and {"cp", "sp"} & sizes.keys() else "aot_eager",
+        ).train(stop=2)
     ],
     "bf16": lambda sizes, _: [Run(sizes, mixed_precision="bf16", dtype=torch.float32).train()],
 }
@@ -222,7 +226,12 @@ def check_row(cluster, one_process, layout, operations, folder):
         refusal = find_refusal(layout, operation)
         try:
             if refusal:
-                assert results == [refusal.sentence] * layout.world_size, results
+                # The keys of the profile are variables here.
+                named = [
+                    re.sub(r"ACCEL_PARALLEL_(\w+)", lambda found: f"parallel.{found[1].lower()}", text)
+                    for text in results
+                ]
+                assert named == [refusal.sentence] * layout.world_size, results
                 assert not (folder / "cycle").exists()
             else:
                 compare(operation, results, expected[operation])
@@ -259,7 +268,7 @@ AFTERWARDS = {"save": check_saved, "save within a cycle": check_resumed, "export
 
 # The table -----------------------------------------------------------------------------
 
-QUICK = {"dp_shard-cp", "dp_shard-tp"}
+QUICK = {"dp_shard-cp", "dp_shard-sp", "dp_shard-tp"}
 """Layouts of which `make test` runs every operation but `compile`, which takes seconds."""
 COMPILED = [operation for operation in OPERATIONS if operation == "compile"]
 OTHERS = [operation for operation in OPERATIONS if operation not in COMPILED]

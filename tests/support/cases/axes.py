@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Keys of the section `parallel:` of a profile, each of which has two ranks in a layout."""
 
 OPERATIONS = (
@@ -65,8 +65,10 @@ _PARTIAL = (
     "Cannot save in the middle of an accumulation cycle: the gradient of norm.weight is a partial sum of tensor parallelism, and "
     "completing it now would round differently. Save at the end of a cycle."
 )
-REFUSALS = tuple(
-    Refusal(frozenset({axis, "tp"}), "save within a cycle", _PARTIAL) for axis in AXES if axis != "tp"
+_BOTH = "Invalid parallel.sp 2: parallel.cp is 2, and both split sequences. Set one of them."
+REFUSALS = (
+    *(Refusal(frozenset({axis, "tp"}), "save within a cycle", _PARTIAL) for axis in AXES if axis != "tp"),
+    *(Refusal(frozenset({"cp", "sp"}), operation, _BOTH) for operation in OPERATIONS),
 )
 """Errors of layouts; under `tp` the plan has a module of the style `sequence_parallel`."""
 
