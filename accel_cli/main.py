@@ -115,6 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     except typer.TyperException as error:
         if text := format_parsing_error(error):
             console.error(text)
+            _record_refusal(text)
         sys.exit(error.exit_code)
     except AccelError as error:
         console.print_notes(error.notes)
@@ -147,6 +148,14 @@ def _flush_output() -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return False
     return True
+
+
+def _record_refusal(text: str) -> None:
+    """Write why a command line is refused, for the program that has started the command."""
+    from accel_cli.runs.run_dir import write_reason
+    from accel_runtime.environment.settings import FAILURE_FILE
+
+    write_reason(os.environ.get(FAILURE_FILE), text)
 
 
 def _explain_missing_command(message: str) -> str:

@@ -263,6 +263,7 @@ _LAUNCHER_VALUES = {
     "TRUSTED_PROJECTS": "directories",
     "NODE_NAME": "a name",
     "FAILURE_FILE": "a file",
+    "RUN_FILE": "a file",
     "NUM_PROCESSES": "a number",
     "TRUST_NETWORK": "`1`, `true`, `0`, `false`",
 }

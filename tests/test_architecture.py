@@ -25,6 +25,9 @@ CLI = sorted((ROOT / "accel_cli").rglob("*.py"))
 RUNTIME = sorted((ROOT / "accel_runtime").rglob("*.py"))
 READ_THE_ENVIRONMENT = (
     "accel_cli/commands/",
+    # The program that has started a command gets the reason of a refusal, and passes its environment on.
+    "accel_cli/main.py",
+    "accel_cli/python_launch.py",
     "accel_cli/wizard/session.py",
     # The shell completes the names of the profiles of this user.
     "accel_cli/profile/options.py",
@@ -101,8 +104,8 @@ LAYERS = {
         "collectives", "observe", "foundation", "environment",
     ),
     "accel_cli": (
-        "extensions", "__main__", "main", "commands", "wizard", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker", "failure_hints",
-        "console", "control", "errors", "early_signals", "accel_cli",
+        "extensions", "__main__", "main", "commands", "wizard", "accel_cli", "python_launch", "accelerate", "profile", "launchers", "runner", "runs", "planning", "worker",
+        "failure_hints", "console", "control", "errors", "early_signals", "start_time",
     ),
 }  # fmt: skip
 """The layers of both halves from the top, with their packages and modules: each imports from lower layers only."""
@@ -270,6 +273,7 @@ WORDS_ELSEWHERE = {
     "keys and values of a profile, options and arguments that choose the extension": {
         "accel_cli/launchers/torchrun.py": "preflight",
         "accel_cli/commands/launch.py": "numerics preflight",
+        "accel_cli/python_launch.py": "numerics preflight",
         "accel_cli/profile/options.py": "numerics preflight",
         "accel_cli/profile/schema.py": "node_dir sagemaker smddp store_every tpus",
         "accel_runtime/accelerator/checkpointing.py": "node_dir store_every",

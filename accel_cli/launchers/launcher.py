@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-import accel_cli
 from accel_cli.errors import UsageError
 from accel_cli.launchers.sections import Answers, Section
 from accel_cli.planning.launch_options import LaunchOption
@@ -252,7 +251,7 @@ def build_rank_command(spec: LaunchSpec, file: str = "worker.py", *options: str)
     """Return the command of a process: a file of accel that runs the target, and records progress and failures."""
     check_has_files("start processes")
     # By path: `-m` would put the current folder before the standard library while the file loads.
-    path = Path(accel_cli.__file__).parent / file
+    path = Path(__file__).parent.parent / file
     return (spec.python, str(path), *options, spec.kind, spec.target, *spec.args)
 
 

@@ -28,6 +28,7 @@ from accel_cli.launchers.launcher import (
 )
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS
 from accel_cli.runner.preparations import prepare_node
+from accel_cli.runs.run_dir import write_run_file
 from accel_runtime.environment import settings as env
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class Single(Launcher):
         environ = {**os.environ, **plan.env}
         prepare_node(plan.argv, environ)
         recorder = self._record(plan) if plan.details and "RANK" not in environ else None
+        run_file = environ.pop(env.RUN_FILE, None)  # a launch of the script is another run
         if recorder:
+            write_run_file(run_file, recorder.folder)
             environ[env.RANK_FOLDER] = str(recorder.folder.get_rank(0, 0).path)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -30,8 +30,7 @@ from typing import TextIO
 
 from typing_extensions import override
 
-import accel_cli
-from accel_cli import early_signals, worker
+from accel_cli import early_signals, start_time, worker
 from accel_cli.errors import AccelError, UsageError, explain_os_error
 from accel_cli.planning.plan import Plan
 from accel_cli.runner.guard import HANDLED_SIGNALS
@@ -88,7 +87,7 @@ def _write_plan(plan: Plan) -> int:
     with (
         os.fdopen(os.memfd_create("plan"), "w+b") if hasattr(os, "memfd_create") else TemporaryFile() as file
     ):
-        file.write(f"{accel_cli.STARTED!r}\n{plan.to_json()}".encode("ascii"))
+        file.write(f"{start_time.STARTED!r}\n{plan.to_json()}".encode("ascii"))
         file.seek(0)
         return os.dup(file.fileno())
 

@@ -16,8 +16,7 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
-import accel_cli
-from accel_cli import console, control
+from accel_cli import console, control, start_time
 from accel_cli.errors import AccelError, RunEndedError, UsageError
 from accel_cli.planning import network
 from accel_cli.planning.plan import AgentSettings, Plan
@@ -30,7 +29,7 @@ from accel_cli.runner.processes import check_open_files
 from accel_cli.runner.rendezvous import NodeRendezvous, SingleNodeRendezvous
 from accel_cli.runner.shutdown import GuardProcess, Orphans, SignalHandlers
 from accel_cli.runs.recorder import RunRecorder, build_record, note_temporary_home
-from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason
+from accel_cli.runs.run_dir import RunFolder, get_log_home, write_reason, write_run_file
 from accel_cli.runs.sink_threads import ProgressSinks
 from accel_runtime.environment import settings as env
 
@@ -61,7 +60,7 @@ def run(plan: Plan, server: ForkServer | None = None, begin: float | None = None
             if requests:  # only now: they may be signals
                 connection = control.Control(requests, settings.shutdown_timeout)
             prepare_node(plan.argv, os.environ)
-            begin = accel_cli.STARTED if begin is None else begin
+            begin = start_time.STARTED if begin is None else begin
             code = _run_and_record(plan, settings, signals, server, begin)
         except SignalException as error:
             # The rendezvous stays open, so that other nodes can continue without this one.
@@ -92,6 +91,8 @@ def _run_and_record(
         raise UsageError(
             f"Cannot write logs to {base}: {error.strerror}. Choose another folder with --log-dir."
         ) from None
+    # A launch of the script is another run.
+    write_run_file(os.environ.pop(env.RUN_FILE, None), folder)
     note_temporary_home(base)
     warning, recorder = LogWarning(folder), RunRecorder(folder, begin)
     is_quiet = plan.details is None or plan.details.is_quiet

@@ -13,8 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import accel_cli
-from accel_cli import console
+from accel_cli import console, start_time
 from accel_cli.planning.plan import Plan
 from accel_cli.runs.run_dir import RunFolder, get_log_home, get_temporary_home
 from accel_cli.runs.run_files import read_pid, read_text
@@ -75,7 +74,7 @@ def record_script(
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:  # the script may need none
         torch_version = ""
-    record = build_record(plan, torch_version, accel_cli.STARTED)
+    record = build_record(plan, torch_version, start_time.STARTED)
     base = get_log_home(environ)
     with suppress(OSError):
         folder = RunFolder.create(
@@ -87,7 +86,7 @@ def record_script(
         )
         note_temporary_home(base)
         folder.get_rank(0, 0).path.mkdir(parents=True)
-        recorder = RunRecorder(folder, accel_cli.STARTED)
+        recorder = RunRecorder(folder, start_time.STARTED)
         recorder.record_pid(0, 0)
         recorder.record("start", attempt=0, world_size=1, ranks=[0])
         return recorder

@@ -46,6 +46,7 @@ __all__ = [
     "read_log",
     "read_process_start",
     "write_reason",
+    "write_run_file",
 ]
 
 
@@ -551,6 +552,13 @@ def write_reason(file: str | None, text: str) -> None:
             data = encode_text(text)[:REASON_SIZE]
             # Drop a character that was cut in two.
             Path(file).write_bytes(data.decode(errors="ignore").encode("utf-8"))
+
+
+def write_run_file(file: str | None, run: RunFolder) -> None:
+    """Write the folder of a run to a file, for the program that has started the launch; None writes nothing."""
+    with suppress(OSError):
+        if file:
+            Path(file).write_bytes(os.fsencode(run.path))
 
 
 def fit_reason(head: str, lines: list[str]) -> str:

@@ -55,6 +55,7 @@ __all__ = [
     "RANK_PROCESS",
     "RDZV_SOCKET",
     "RECORD",
+    "RUN_FILE",
     "TRUSTED_PROJECTS",
     "Compile",
     "CompileMode",
@@ -104,6 +105,8 @@ NODE_NAME = "ACCEL_NODE_NAME"
 """Name of this node in messages, for containers whose host name means nothing."""
 FAILURE_FILE = "ACCEL_FAILURE_FILE"
 """File to which `accel launch` writes the reason of a failure on this node."""
+RUN_FILE = "ACCEL_RUN_FILE"
+"""File to which `accel launch` writes the folder of its run on this node, unless it has one."""
 NUM_PROCESSES = "ACCEL_NUM_PROCESSES"
 """Number of processes on all nodes, for nodes that run different numbers; 0 if it is not known."""
 CONTROL = "ACCEL_CONTROL"
@@ -524,6 +527,7 @@ def _refuse_near_misses(environ: Mapping[str, str]) -> None:
         RANK_PROCESS,
         NODE_NAME,
         FAILURE_FILE,
+        RUN_FILE,
         NUM_PROCESSES,
         CONTROL,
         RDZV_SOCKET,

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 
-import accel_cli
-from accel_cli import worker
+from accel_cli import start_time, worker
 from accel_cli.errors import AccelError
 from accel_cli.failure_hints import find_hint
 from accel_cli.planning.plan import Plan
@@ -84,7 +83,7 @@ def test_the_new_interpreter_gets_the_start_of_the_command_and_the_plan(monkeypa
     monkeypatch.setattr(os, "execve", lambda _python, argv, _environ: passed.append(int(argv[2])))
     forkserver.exec_fork_server(plan)
     with os.fdopen(passed[0]) as file:
-        assert float(file.readline()) == accel_cli.STARTED
+        assert float(file.readline()) == start_time.STARTED
         assert Plan.from_json(file.read()) == plan
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), (
         "signals are blocked for the new interpreter only"

@@ -22,7 +22,7 @@ from support.processes.children import ForkedProcess
 from support.processes.interpreter import Interpreter
 from support.processes.waits import limit
 
-import accel_cli
+from accel_cli import start_time
 from accel_cli.main import main
 
 INTERPRETER = Interpreter(
@@ -172,7 +172,7 @@ def run_command(host, *args):
     from accel_cli.runner import forkserver, forkserver_main
 
     os.setsid()
-    accel_cli.STARTED = time.monotonic()
+    start_time.STARTED = time.monotonic()
     if host:
         enter_namespace(*host)
     sys.argv = ["accel", *args]
