@@ -26,7 +26,6 @@ from accel_cli.planning.launch_options import Kind
 from accel_cli.profile.options import OPTIONAL_VALUES, OPTIONS
 from accel_cli.runs.progress import RunProgress
 from accel_cli.runs.run_dir import RunFolder
-from accel_cli.runs.snapshot import read_snapshot
 from accel_runtime.environment.settings import RUN_FILE
 from accel_runtime.environment.text import decode_text
 
@@ -59,6 +58,7 @@ class LaunchOptions(TypedDict, total=False):
     metrics_port: int | str
     record_numerics: str | bool
     check_replay: int | bool
+    progress_line: float | bool
     progress_file: str | os.PathLike[str]
     max_restarts: int
     shutdown_timeout: int
@@ -284,5 +284,5 @@ def _read_progress(folder: Path | None) -> tuple[int, Mapping[str, float]]:
     """Return the steps and the last metrics of a run; none if its folder is gone."""
     if folder is None or not folder.is_dir():
         return 0, {}
-    progress = RunProgress.from_snapshot(read_snapshot(RunFolder(folder)))
+    progress = RunProgress.read(RunFolder(folder))
     return progress.steps, progress.metrics

@@ -88,6 +88,8 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
             if checkpoint is None or checkpoint is True:
                 found = _share(self._find_checkpoint(any_run=checkpoint is True))
                 checkpoint = found or checkpoint
+            if self._recorder is not None and isinstance(checkpoint, str):
+                self._recorder.record_checkpoint("load", checkpoint, 0.0)
             return train(checkpoint, *args, **kwargs)
 
         return train_or_resume

@@ -73,6 +73,7 @@ def launch(  # noqa: PLR0913 - the signature declares the options, which the req
     metrics_port: typed.MetricsPort = None,
     record_numerics: typed.RecordNumerics = None,
     check_replay: typed.CheckReplay = None,
+    progress_line: typed.ProgressLine = None,
     progress_file: typed.ProgressFile = None,
     max_restarts: typed.MaxRestarts = None,
     shutdown_timeout: typed.ShutdownTimeout = None,

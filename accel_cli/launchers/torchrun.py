@@ -51,6 +51,7 @@ __all__ = [
     "Nnodes",
     "OmpNumThreads",
     "Preflight",
+    "ProgressLine",
     "Ranks",
     "RdzvTimeout",
     "ShutdownTimeout",
@@ -178,6 +179,14 @@ MetricsPort = Annotated[
         "another address as `HOST:PORT`.",
     ),
 ]
+ProgressLine = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="Seconds between two lines of `accel launch` that name the step, the loss, the speed and the time that remains, for "
+        "programs that watch the log; if unset, none is printed.",
+    ),
+]
 ProgressFile = Annotated[
     str | None,
     Field(
@@ -218,8 +227,15 @@ _Section = TypeVar("_Section", bound=StallKeys)
 
 NODE_CHECK = "preflight"
 """The key that checks the nodes, in the table of checks."""
-PASSED_KEYS = ("stall_timeout", "stall_action", "startup_timeout", NODE_CHECK, "start_method")
-"""The keys about stalls, the check of the nodes and the start of processes, which launchers of several nodes pass on to `accel launch` on each node."""
+PASSED_KEYS = (
+    "stall_timeout",
+    "stall_action",
+    "startup_timeout",
+    NODE_CHECK,
+    "start_method",
+    "progress_line",
+)
+"""The keys about stalls, the check of the nodes, the start of processes and the progress line, which launchers of several nodes pass on to `accel launch` on each node."""
 
 
 def check_stall_keys(section: _Section) -> _Section:
@@ -263,6 +279,7 @@ class ElasticLauncher(Launcher):
     stall_action: StallActionKey = "report"
     startup_timeout: StartupTimeout = None
     metrics_port: MetricsPort = None
+    progress_line: ProgressLine = None
     progress_file: ProgressFile = None
     progress_interval: float = Field(
         PROGRESS_INTERVAL_S, gt=0, description="Seconds between two writes of `progress_file`."
@@ -362,6 +379,7 @@ class ElasticLauncher(Launcher):
             stall_action=self.stall_action,
             startup_timeout=self.startup_timeout,
             metrics_port=self.metrics_port,
+            progress_line=self.progress_line,
             progress_file=self.progress_file,
             progress_interval=self.progress_interval if self.progress_file else None,
             keep_runs=self.keep_runs,

@@ -102,6 +102,7 @@ class AgentSettings:
     """The key of the launcher that checks the nodes before the processes start; None if none does."""
     metrics_port: str | None = None
     """The address at which metrics are served, as `host:port`."""
+    progress_line: float | None = None
     progress_file: str | None = None
     """The file for the progress of the run."""
     progress_interval: float | None = None

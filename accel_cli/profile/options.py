@@ -34,6 +34,7 @@ __all__ = [
     "Preflight",
     "ProfileName",
     "ProgressFile",
+    "ProgressLine",
     "Quiet",
     "Ranks",
     "RdzvEndpoint",
@@ -253,7 +254,7 @@ MetricsPort = Annotated[
     ),
     _Sets("launcher.metrics_port"),
 ]
-OPTIONAL_VALUES = {"--check-replay": "100", "--record-numerics": "all"}
+OPTIONAL_VALUES = {"--check-replay": "100", "--progress-line": "60", "--record-numerics": "all"}
 """The values of options of a launch that may stand without one."""
 RecordNumerics = Annotated[
     str | None,
@@ -275,6 +276,16 @@ CheckReplay = Annotated[
         rich_help_panel=_OUTPUT,
     ),
     _Sets("check_replay", "scalar"),
+]
+ProgressLine = Annotated[
+    str | None,
+    typer.Option(
+        "--progress-line",
+        metavar="SECONDS",
+        help="Print a line with the step, the loss and the speed each SECONDS: 60 without a value.",
+        rich_help_panel=_OUTPUT,
+    ),
+    _Sets("launcher.progress_line", "scalar"),
 ]
 ProgressFile = Annotated[
     str | None,

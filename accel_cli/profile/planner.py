@@ -62,6 +62,7 @@ _AGENT = frozenset(
         "startup_timeout",
         "metrics_port",
         NODE_CHECK,
+        "progress_line",
         "progress_file",
         "progress_interval",
     )

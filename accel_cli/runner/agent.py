@@ -54,6 +54,7 @@ from accel_cli.runner.stalls import (
     format_exits,
     read_exit,
 )
+from accel_cli.runs.goodput import measure_goodput
 from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RankFolder, format_ranks, write_reason
 from accel_cli.runs.run_files import read_text
@@ -181,8 +182,22 @@ class ElasticAgent(LocalElasticAgent):
             console.note(slow)
         world_size = watch.world_size if watch else self._worker_group.workers[0].world_size
         throughput = describe_throughput(speeds, world_size)
-        end = context.recorder.format_end(processes, code) + (f"; {throughput}" if throughput else "")
-        console.note(f"{end}; logs: {console.abbreviate_home(str(context.folder.path))}")
+        parts = [
+            context.recorder.format_end(processes, code),
+            throughput,
+            self._describe_goodput(code),
+            f"logs: {console.abbreviate_home(str(context.folder.path))}",
+        ]
+        console.note("; ".join(part for part in parts if part))
+
+    def _describe_goodput(self, code: int) -> str:
+        """Return the goodput of the run, if this node knows its checkpoints; empty for a short one."""
+        context = self._run_context
+        if not context.progress_sinks.is_leading:
+            return ""
+        started = context.folder.record.get("started")
+        goodput = measure_goodput(context.folder, started, time.time(), is_kept=code == 0)
+        return goodput.format_end() if goodput else ""
 
     def note(self, text: str) -> None:
         """Print a line about the run, below the output of the ranks so far."""
@@ -688,14 +703,14 @@ class ElasticAgent(LocalElasticAgent):
             return self._bootstrap.format_lost_store()
 
     def _print_notes(self) -> None:
-        """Print once the note that a rank of this attempt has left, and the progress sinks that have failed."""
+        """Print once the note that a rank of this attempt has left, and the lines of progress sinks."""
         if self._attempt > self._noted_attempt and (
             text := read_text(self._run_context.folder.get_attempt(self._attempt) / NOTE_FILE)
         ):
             self._noted_attempt = self._attempt
             self.note(text)
-        for warning in self._run_context.progress_sinks.take_warnings():
-            self.note(warning)
+        for line in self._run_context.progress_sinks.take_lines():
+            self.note(line)
 
     def _end_line(self) -> None:
         if self._outputs:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from accel_cli.planning.plan import PROGRESS_INTERVAL_S, AgentSettings
+from accel_cli.runs.goodput import Goodput, measure_goodput
 from accel_cli.runs.run_dir import RunFolder
-from accel_cli.runs.snapshot import RunSnapshot
+from accel_cli.runs.snapshot import RunSnapshot, read_snapshot
 
 __all__ = ["Health", "ProgressSink", "RunProgress", "RunState"]
 
@@ -58,10 +59,19 @@ class RunProgress:
     """The number of ranks on all nodes; None before they start."""
     nodes: int | None = None
     """The number of nodes; None before the ranks start."""
+    goodput: Goodput | None = None
+    """The wall time until now, by what it was used for; None before the first step, or if it is not known."""
+
+    @classmethod
+    def read(cls, run: RunFolder) -> RunProgress:
+        """Return the progress of a run in progress, with its goodput, from its folder."""
+        snapshot = read_snapshot(run)
+        goodput = measure_goodput(run, snapshot.started, snapshot.time, is_kept=True)
+        return replace(cls.from_snapshot(snapshot), goodput=goodput)
 
     @classmethod
     def from_snapshot(cls, snapshot: RunSnapshot) -> RunProgress:
-        """Return the progress that a snapshot of a run in progress shows."""
+        """Return the progress that a snapshot of a run in progress shows, without its goodput."""
         behind = min(
             (rank for rank in snapshot.ranks if rank.beat and rank.beat.steps),
             key=lambda rank: rank.beat.steps if rank.beat else 0,
@@ -109,6 +119,7 @@ class RunProgress:
             "restarts": self.health.restarts,
             "world_size": self.world_size,
             "nodes": self.nodes,
+            "goodput": self.goodput.share if self.goodput else None,
         }
 
 
@@ -152,12 +163,19 @@ class ProgressSink(ABC):
         """
 
     @abstractmethod
-    def write(self, progress: RunProgress) -> None:
-        """Take the progress of a run that has not ended."""
+    def write(self, progress: RunProgress) -> str | None:
+        """Take the progress of a run that has not ended.
+
+        Returns:
+            A line that the launcher prints below the output of the ranks so far; None or empty for none.
+        """
 
     @abstractmethod
-    def close(self, outcome: RunProgress) -> None:
+    def close(self, outcome: RunProgress) -> str | None:
         """Take the last progress, with a final state and the exit code, and release everything.
 
         If another node has become the first one after a restart, the run goes on there, and the state is not final.
+
+        Returns:
+            A line that the launcher prints, as for `write`.
         """

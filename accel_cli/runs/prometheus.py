@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from prometheus_client import start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -12,6 +11,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from accel_cli.errors import UsageError
 from accel_cli.planning.network import Endpoint
+from accel_cli.runs.goodput import measure_goodput, read_checkpoints
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import read_last_objects
 from accel_cli.runs.snapshot import RankSnapshot, RunSnapshot, read_snapshot
@@ -107,7 +107,20 @@ class RunCollector(Collector):
             "Time without progress of all ranks; 0 in progress.",
             snapshot.idle_time or 0.0,
         )
-        saves = [save for save in self._read_checkpoints() if save.get("kind") != "load"]
+        goodput = measure_goodput(self._run, snapshot.started, snapshot.time, is_kept=True)
+        if goodput:
+            yield GaugeMetricFamily(
+                "accel_goodput_ratio",
+                "Share of the wall time that moved the newest kept step forward.",
+                goodput.share,
+            )
+            lost = GaugeMetricFamily(
+                "accel_lost_seconds", "Wall time that moved no kept step forward.", labels=["cause"]
+            )
+            for cause, seconds in goodput.causes.items():
+                lost.add_metric([cause], seconds)
+            yield lost
+        saves = [save for save in read_checkpoints(self._run) if save.get("kind") != "load"]
         yield CounterMetricFamily("accel_checkpoints", "Checkpoints that were saved.", len(saves))
         if saves:
             yield GaugeMetricFamily(
@@ -118,17 +131,6 @@ class RunCollector(Collector):
             yield GaugeMetricFamily(
                 "accel_checkpoint_duration_seconds", "Duration of the last save.", saves[-1]["seconds"]
             )
-
-    def _read_checkpoints(self) -> list[Mapping[str, Any]]:
-        """Return the records of checkpoints of all attempts, the oldest first."""
-        records = [
-            record
-            for attempt in self._run.attempts
-            for folder in self._run.list_ranks(attempt).values()
-            for record in read_last_objects(folder.checkpoints)
-            if isinstance(record.get("time"), float) and isinstance(record.get("seconds"), (int, float))
-        ]
-        return sorted(records, key=lambda record: float(record["time"]))
 
 
 def _build(

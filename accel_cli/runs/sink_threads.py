@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -13,7 +14,6 @@ from accel_cli.planning.plan import AgentSettings
 from accel_cli.runs.progress import ProgressSink, RunProgress, RunState
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.sinks import PROGRESS_SINKS
-from accel_cli.runs.snapshot import read_snapshot
 
 __all__ = ["ProgressSinks"]
 
@@ -53,6 +53,8 @@ class _SinkThread(threading.Thread):
         self._outcome: RunProgress | None = None
         self._refusal: UsageError | None = None
         self._warning = ""
+        self._lines: deque[str] = deque()
+        """The lines that the sink has returned, which the launcher prints."""
         self._has_failed = self._has_failed_to_write = False
 
     def run(self) -> None:
@@ -66,11 +68,11 @@ class _SinkThread(threading.Thread):
             return
         interval = sink.interval_s
         while interval is not None and not self._has_failed and not self._is_ending.is_set():
-            self._call("write", lambda: sink.write(_read_progress(folder)))
+            self._print(self._call("write", lambda: sink.write(RunProgress.read(folder))))
             self._is_ending.wait(interval)
         self._is_ending.wait()
         if outcome := self._outcome:
-            self._call("close", lambda: sink.close(outcome))
+            self._print(self._call("close", lambda: sink.close(outcome)))
 
     @property
     def is_off(self) -> bool:
@@ -99,6 +101,14 @@ class _SinkThread(threading.Thread):
             return _format_failure(self.name, "open", refusal)
         warning, self._warning = self._warning, ""
         return warning
+
+    def take_lines(self) -> list[str]:
+        """Return the lines of the sink since the last call."""
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def _print(self, line: str | None) -> None:
+        if line:
+            self._lines.append(line)
 
     def _create(self) -> ProgressSink | None:
         kind = PROGRESS_SINKS[self.name]
@@ -138,6 +148,7 @@ class ProgressSinks:
         self._run, self._settings, self._environ = run, settings, environ
         self._threads: list[_SinkThread] = []
         self._warnings: list[str] = []
+        self._lines: list[str] = []
         self._shown: set[str] = set()
         """The warnings that were taken: a sink that cannot be imported fails again where the node leads."""
         self._is_leading = settings.is_single_node
@@ -164,8 +175,20 @@ class ProgressSinks:
         else:
             self._end([thread for thread in self._threads if not thread.is_per_node], self._read_last())
 
-    def take_warnings(self) -> list[str]:
-        """Return the texts about what has failed since the last call."""
+    @property
+    def is_leading(self) -> bool:
+        """True if this node has the sinks of the run: that of rank 0, whose folder has the logged metrics."""
+        return self._is_leading
+
+    def take_lines(self) -> list[str]:
+        """Return the lines of the sinks since the last call, and the texts about what has failed."""
+        lines, self._lines = (
+            [*self._lines, *(line for each in self._threads for line in each.take_lines())],
+            [],
+        )
+        return [*lines, *self._take_warnings()]
+
+    def _take_warnings(self) -> list[str]:
         texts = [*self._warnings, *(thread.take_warning() for thread in self._threads)]
         warnings = [text for text in dict.fromkeys(texts) if text and text not in self._shown]
         self._warnings = []
@@ -173,7 +196,7 @@ class ProgressSinks:
         return warnings
 
     def close(self, exit_code: int, *, is_stopped: bool) -> list[str]:
-        """Close all sinks at the end of the run, once, and return the texts about what has failed.
+        """Close all sinks at the end of the run, once, and return their last lines, and the texts about what has failed.
 
         Args:
             exit_code: The exit code of the launch.
@@ -182,7 +205,7 @@ class ProgressSinks:
         if self._threads:
             state: RunState = "stopped" if is_stopped else "failed" if exit_code else "succeeded"
             self._end(self._threads, replace(self._read_last(), state=state, exit_code=exit_code))
-        return self.take_warnings()
+        return self.take_lines()
 
     def _start(self, *, is_per_node: bool | None) -> None:
         """Start the threads of sinks, and wait until those that are switched on are open."""
@@ -205,6 +228,7 @@ class ProgressSinks:
         deadline = time.monotonic() + _WAIT_S
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        self._lines += [line for thread in threads for line in thread.take_lines()]
         self._warnings += [thread.take_warning() for thread in threads]
         self._warnings += [
             f"the progress sink {thread.name!r} has not ended within {_WAIT_S:.0f} s: its last values may be missing."
@@ -216,13 +240,9 @@ class ProgressSinks:
     def _read_last(self) -> RunProgress:
         """Read the progress at the end; without a folder that can be read, there is no more than its name."""
         try:
-            return _read_progress(self._run)
+            return RunProgress.read(self._run)
         except _READ_ERRORS:
             return RunProgress(time.time(), self._run.path.name, "starting")
-
-
-def _read_progress(run: RunFolder) -> RunProgress:
-    return RunProgress.from_snapshot(read_snapshot(run))
 
 
 def _format_failure(name: str, method: str, error: BaseException) -> str:

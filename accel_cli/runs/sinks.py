@@ -1,4 +1,4 @@
-"""The table of progress sinks, and those of the core: a file of lines, a file with the newest progress, metrics for Prometheus.
+"""The table of progress sinks, and those of the core: a line of the log, a file of lines, one with the newest progress, and Prometheus.
 
 A new sink is a class, and a line here or an entry point of its distribution.
 """
@@ -6,6 +6,7 @@ A new sink is a class, and a line here or an entry point of its distribution.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Self
 
 from typing_extensions import override
 
+from accel_cli.console import format_duration
 from accel_cli.errors import UsageError
 from accel_cli.planning.plan import PROGRESS_INTERVAL_S, AgentSettings
 from accel_cli.runs.progress import ProgressSink, RunProgress
@@ -22,10 +24,11 @@ from accel_runtime.environment.installation import format_install
 from accel_runtime.environment.registry import Registry
 from accel_runtime.environment.text import encode_text
 
-__all__ = ["PROGRESS_SINKS", "ProgressLines", "PrometheusMetrics", "StatusFile"]
+__all__ = ["PROGRESS_LINE", "PROGRESS_SINKS", "LogLine", "ProgressLines", "PrometheusMetrics", "StatusFile"]
 
 PROGRESS_SINKS: Registry[type[ProgressSink]] = Registry(
     {
+        "line": "accel_cli.runs.sinks:LogLine",
         "lines": "accel_cli.runs.sinks:ProgressLines",
         "status": "accel_cli.runs.sinks:StatusFile",
         "prometheus": "accel_cli.runs.sinks:PrometheusMetrics",
@@ -35,6 +38,59 @@ PROGRESS_SINKS: Registry[type[ProgressSink]] = Registry(
 """The class of each sink, by its name in messages."""
 _STATUS_SUFFIX = ".json"
 """The suffix of a progress file that has the newest progress only."""
+
+
+PROGRESS_LINE = re.compile(
+    r"accel: step (?P<step>\d+)(?: of (?P<total>\d+))?"
+    r"(?:, loss (?P<loss>[^,]+))?"
+    r"(?:, (?P<rate>[\d.e+-]+) steps/s)?"
+    r"(?:, ETA (?P<eta>[^,]+))?"
+    r"(?:, restarts (?P<restarts>\d+))?"
+    r"(?:, (?P<state>starting|stalled|succeeded|failed|stopped))?$"
+)
+"""The form of a progress line, which programs search for in logs: new parts stand between the known ones and the state."""
+_LOSS = re.compile(r"(.*[/._ -])?loss")
+
+
+class LogLine(ProgressSink):
+    """Prints a line that names the step: `--progress-line 60`. For people, and for programs that watch the log."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+
+    @classmethod
+    @override
+    def create(cls, settings: AgentSettings, environ: Mapping[str, str]) -> Self | None:
+        return None if settings.progress_line is None else cls(settings.progress_line)
+
+    @override
+    def open(self, run: RunFolder) -> None:
+        pass
+
+    @override
+    def write(self, progress: RunProgress) -> str:
+        return _format_progress_line(progress)
+
+    @override
+    def close(self, outcome: RunProgress) -> str:
+        return _format_progress_line(outcome)
+
+
+def _format_progress_line(progress: RunProgress) -> str:
+    """Return the progress in the form of `PROGRESS_LINE`, without its head."""
+    total = "" if progress.total_steps is None else f" of {progress.total_steps}"
+    names = sorted(progress.metrics, key=lambda name: (len(name), name))
+    loss = next((progress.metrics[name] for name in names if _LOSS.fullmatch(name)), None)
+    is_running = progress.state in {"running", "stalled"}
+    parts = [
+        f"step {progress.steps}{total}",
+        "" if loss is None else f"loss {loss:.4g}",
+        "" if not is_running or progress.steps_per_s is None else f"{progress.steps_per_s:.3g} steps/s",
+        "" if not is_running or progress.eta_s is None else f"ETA {format_duration(progress.eta_s)}",
+        f"restarts {progress.health.restarts}" if progress.health.restarts else "",
+        "" if progress.state == "running" else progress.state,
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 class ProgressLines(ProgressSink):

@@ -252,6 +252,7 @@ class KubernetesSection(job_launcher.JobLauncher):
     )
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
+    progress_line: torchrun.ProgressLine = None
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None

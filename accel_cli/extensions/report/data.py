@@ -19,6 +19,7 @@ from typing import Any
 
 from accel_cli import console
 from accel_cli.planning.plan import join_for_bash
+from accel_cli.runs.goodput import measure_goodput
 from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_dir import RunFolder, RunStatus, format_ranks
 from accel_cli.runs.run_files import MAX_LINES_SIZE, LineReader, read_json
@@ -236,6 +237,9 @@ def read_run(run: RunFolder) -> RunData:
     speeds = {rank: times.speed for rank, times in data.times.items() if times.speed}
     if throughput := describe_throughput(speeds, record.get("world_size")):
         data.facts["throughput"] = throughput
+    is_kept = status.is_running or record.get("exit_code") == 0
+    if ended and (goodput := measure_goodput(run, data.started, ended, is_kept=is_kept)):
+        data.facts["goodput"] = goodput.format()
     configuration = _format_configuration(
         read_configuration(run.list_ranks(attempts[-1]) if attempts else {})
     )

@@ -482,6 +482,7 @@ class SageMakerSection(Launcher):
     max_restarts: torchrun.MaxRestarts = 0
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 110
+    progress_line: torchrun.ProgressLine = None
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None

@@ -108,6 +108,7 @@ class SkyPilotSection(job_launcher.JobLauncher):
     rdzv_timeout: torchrun.RdzvTimeout = 600
     ranks: torchrun.Ranks = 0
     shutdown_timeout: torchrun.ShutdownTimeout = 30
+    progress_line: torchrun.ProgressLine = None
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None

@@ -232,6 +232,7 @@ class Slurm(JobLauncher):
     ranks: torchrun.Ranks = Field(
         0, description="Ranks whose output is in the job's log: `all`, `none`, or a list as in `0,2`."
     )
+    progress_line: torchrun.ProgressLine = None
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None

@@ -154,6 +154,7 @@ class Ssh(Launcher):
         description="Folder for the logs of runs on each host; if unset, the system's folder for program state.",
     )
     shutdown_timeout: torchrun.ShutdownTimeout = 30
+    progress_line: torchrun.ProgressLine = None
     stall_timeout: torchrun.StallTimeout = None
     stall_action: torchrun.StallActionKey = "report"
     startup_timeout: torchrun.StartupTimeout = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -29,10 +30,10 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.plan import AgentSettings
 from accel_cli.runs import sink_threads
 from accel_cli.runs.heartbeats import Totals
-from accel_cli.runs.progress import ProgressSink, RunProgress
+from accel_cli.runs.progress import Health, ProgressSink, RunProgress
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.sink_threads import ProgressSinks
-from accel_cli.runs.sinks import PROGRESS_SINKS
+from accel_cli.runs.sinks import PROGRESS_LINE, PROGRESS_SINKS
 from accel_runtime.environment.registry import Registry
 
 CONTRIBUTING = Path(__file__).parents[3] / "CONTRIBUTING.md"
@@ -61,6 +62,30 @@ while not accelerator.check_trigger():
 """
 LAUNCH = ("launch", "-q", "--no-profile", "--cpu", "--nproc-per-node", 2)
 FAST = ("--set", "launcher.progress_interval=0.2")
+
+
+class Line:
+    """A line of the log, which the launcher prints."""
+
+    name = "line"
+
+    def __init__(self, _folder):
+        self.environ, self.refused = {}, {}
+        self.settings = {"progress_line": 0.05}
+        self.sinks, self.found = None, []
+
+    def read_steps(self):
+        assert self.drop_lines(self.sinks.take_lines()) == []
+        return int(self.found[-1]["step"]) if self.found else 0
+
+    def drop_lines(self, lines):
+        """Return the texts that are no progress lines, and keep what the others have."""
+        matches = [PROGRESS_LINE.fullmatch(f"accel: {line}") for line in lines]
+        self.found += [match for match in matches if match]
+        return [line for line, match in zip(lines, matches, strict=True) if not match]
+
+    def check_end(self, state, _exit_code):
+        assert not self.found or self.found[-1]["state"] == state
 
 
 class Lines:
@@ -163,7 +188,7 @@ class Alive:
         assert self.path.read_text().split()[0] == state
 
 
-CASES = {case.name: case for case in (Lines, Status, Prometheus, Alive)}
+CASES = {case.name: case for case in (Line, Lines, Status, Prometheus, Alive)}
 
 
 @pytest.fixture(scope="module")
@@ -258,13 +283,14 @@ def test_a_sink_shows_the_progress_and_the_end_of_a_run(case, kind, run, table):
     table(**{case.name: kind})
     kind_interval, kind.interval_s = kind.interval_s, kind.interval_s and 0.05
     try:
-        sinks = started(run, case.settings, case.environ)
+        sinks = case.sinks = started(run, case.settings, case.environ)
+        drop_lines = getattr(case, "drop_lines", list)
         for steps in (5, 9):
             step(run, steps)
             # The endpoint shows each rank.
             expected = steps + (case.name == "prometheus")
             wait_until(lambda expected=expected: case.read_steps() == expected)
-        assert sinks.close(3, is_stopped=False) == []
+        assert drop_lines(sinks.close(3, is_stopped=False)) == []
         case.check_end("failed", 3)
         assert sinks.close(0, is_stopped=False) == [], "closed once"
         case.check_end("failed", 3)
@@ -310,7 +336,7 @@ def test_a_full_disk_is_one_warning_and_the_end_is_written_if_there_is_space_aga
         return open_file(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", open_full)
-    (warning,) = wait_until(sinks.take_warnings)
+    (warning,) = wait_until(sinks.take_lines)
     assert repr(case.name) in warning
     assert "No space left" in warning
     monkeypatch.setattr(Path, "open", open_file)
@@ -461,7 +487,7 @@ def test_a_sink_that_fails_is_one_warning_and_no_harm_to_others(method, error, r
     table(bad=create_sink(bad, fails=(method, error)), good=create_sink(good))
     sinks = started(run, {})
     wait_until(lambda: [each for each, *_ in good].count("write") > 2)
-    warnings = sinks.take_warnings() + sinks.close(0, is_stopped=False)
+    warnings = sinks.take_lines() + sinks.close(0, is_stopped=False)
     assert len(warnings) == 1
     may_pass = method == "write" and isinstance(error, OSError)
     failed = "failed to write" if may_pass else f"is off, since its {method}() failed"
@@ -526,7 +552,7 @@ def test_a_refusal_that_comes_too_late_is_a_warning(run, table, monkeypatch):
     table(sink=kind)
     sinks = started(run, {})
     kind.free.set()
-    (warning,) = wait_until(sinks.take_warnings)
+    (warning,) = wait_until(sinks.take_lines)
     assert "No server" in warning
     assert sinks.close(0, is_stopped=False) == []
 
@@ -551,7 +577,7 @@ def test_of_several_nodes_the_one_that_leads_has_the_sinks_of_the_run(run, table
 def test_an_entry_that_cannot_be_loaded_is_a_warning(run, monkeypatch):
     monkeypatch.setattr(sink_threads, "PROGRESS_SINKS", Registry({"lost": "nosuch_package:Sink"}))
     sinks = started(run, {})
-    (warning,) = sinks.take_warnings()
+    (warning,) = sinks.take_lines()
     assert "nosuch_package" in warning
 
 
@@ -567,7 +593,7 @@ def test_the_progress_is_that_of_the_rank_behind(run):
         )
     metrics = [{"step": 20, "values": {"loss": 0.5, "text": "x", "bad": "NaN"}}]
     run.get_rank(0, 0).metrics.write_text("".join(f"{json.dumps(line)}\n" for line in metrics))
-    data = sink_threads._read_progress(run).to_dict()
+    data = RunProgress.read(run).to_dict()
     assert (data["steps"], data["total_steps"], data["fraction"]) == (20, 100, 0.2)
     assert data["metrics"] == {"loss": 0.5, "bad": "nan"}
     assert (data["world_size"], data["nodes"], data["restarts"]) == (2, 1, 0)
@@ -575,6 +601,56 @@ def test_the_progress_is_that_of_the_rank_behind(run):
 
 
 def test_before_the_first_step_and_without_a_folder_there_is_progress_too(run, tmp_path):
-    assert sink_threads._read_progress(run).state == "starting"
-    gone = sink_threads._read_progress(RunFolder(tmp_path / "gone"))
+    assert RunProgress.read(run).state == "starting"
+    gone = RunProgress.read(RunFolder(tmp_path / "gone"))
     assert (gone.state, gone.steps, gone.world_size) == ("starting", 0, None)
+
+
+@pytest.mark.parametrize(
+    ("progress", "line"),
+    [
+        ({"state": "starting"}, "step 0, starting"),
+        (
+            {
+                "state": "running",
+                "steps": 1200,
+                "total_steps": 50_000,
+                "steps_per_s": 3.4,
+                "eta_s": 14_353,
+                "metrics": {"train/loss": 2.3149, "lr": 0.1, "eval/loss_x": 1.0},
+            },
+            "step 1200 of 50000, loss 2.315, 3.4 steps/s, ETA 3 h 59 min",
+        ),
+        (
+            {
+                "state": "stalled",
+                "steps": 7,
+                "steps_per_s": 0.01234,
+                "metrics": {"loss": math.nan},
+                "health": Health(restarts=2),
+            },
+            "step 7, loss nan, 0.0123 steps/s, restarts 2, stalled",
+        ),
+        ({"state": "succeeded", "steps": 7, "exit_code": 0, "steps_per_s": 3.0}, "step 7, succeeded"),
+    ],
+)
+def test_the_progress_line_has_the_form_that_the_docs_describe(progress, line):
+    kind = PROGRESS_SINKS["line"]
+    assert kind(60).write(RunProgress(0.0, "run", **progress)) == line
+    match = PROGRESS_LINE.fullmatch(f"accel: {line}")
+    assert int(match["step"]) == progress.get("steps", 0)
+    assert (match["state"] or "running") == progress["state"]
+
+
+@pytest.mark.slow
+def test_a_launch_prints_progress_lines_below_the_output_of_the_ranks(script, cwd):
+    script(f"{SCRIPT}\nprint('no end of line', end='', flush=True)\ntime.sleep(1)")
+    options = ("launch", "--no-profile", "--cpu", "--nproc-per-node", 2, "--progress-line", "0.2")
+    with Accel(*options, "train.py", stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launch:
+        found = 0
+        for line in launch.stderr:
+            found += bool(PROGRESS_LINE.fullmatch(line.strip()))
+            if found > 4:
+                Path("end").touch()
+        assert launch.wait() == 0
+    assert found > 5
