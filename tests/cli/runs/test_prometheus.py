@@ -85,7 +85,7 @@ def test_the_names_texts_and_labels_of_the_metrics_are_the_golden_ones(run):
     # The id of the run, and numbers of this moment and this process.
     text = re.sub(r'run="[^"]+"', 'run="RUN"', text)
     text = re.sub(
-        r"^(accel_(?:elapsed|stalled_seconds|checkpoint_age|progress_age|steps_per_second|memory)\S*) \S+$",
+        r"^(accel_(?:elapsed|goodput|lost|stalled_seconds|checkpoint_age|progress_age|steps_per_second|memory)\S*) \S+$",
         r"\1 N",
         text,
         flags=re.MULTILINE,
