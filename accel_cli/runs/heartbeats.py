@@ -103,6 +103,8 @@ class Beat:
     """The number of batches that were skipped at the start of that epoch."""
     epoch_started: float
     """The time at which that epoch began; 0 before the first batch."""
+    first_batch: float | None
+    """The time at which a loader returned the first batch; None before it."""
     ended: float | None
     """The time at which the interpreter exited; None if it has not, or was killed."""
     has_failed: bool
@@ -153,6 +155,7 @@ class Beat:
             epoch_length=numbers["epoch_length"] or None,
             epoch_first=numbers["epoch_first"],
             epoch_started=numbers["epoch_ns"] / 1e9,
+            first_batch=numbers["first_batch_ns"] / 1e9 if numbers["first_batch_ns"] else None,
             ended=numbers["ended_ns"] / 1e9 if numbers["ended_ns"] else None,
             has_failed=bool(numbers["failed"]),
             recent=recent,

@@ -133,6 +133,7 @@ BEAT_NUMBERS = (
     "epoch_first",
     "epoch_base",
     "epoch_ns",
+    "first_batch_ns",
     "ended_ns",
     "failed",
     "flops",
@@ -156,7 +157,8 @@ BEAT_NUMBERS = (
 
 `inside` is 1 in a collective, `changed_ns` the time of the last progress other than a step. `epoch` and the four after it
 describe the loader that returned the last batch: its epoch began at `epoch_ns` with `epoch_first` batches skipped, and has
-returned or skipped `batches - epoch_base` since. `flops` are the floating-point operations of one step of this rank, and
+returned or skipped `batches - epoch_base` since. `first_batch_ns` is the time of the first batch of all, up to a tenth of a second
+later. `flops` are the floating-point operations of one step of this rank, and
 `peak_flops` those that its device can execute per second; 0 if they are unknown. `part` is the index of the number of the
 part of a step in which a rank without progress is, such as that of `data_ns`; -1 for a rank in progress, or if it is unknown.
 `timed_steps` is the number of steps whose times are in the ring: it follows `steps` within a tenth of a second.

@@ -62,6 +62,7 @@ _LOCAL = threading.local()
     _EPOCH_FIRST,
     _EPOCH_BASE,
     _EPOCH_NS,
+    _FIRST_BATCH_NS,
     _ENDED_NS,
     _FAILED,
     _FLOPS,
@@ -339,6 +340,7 @@ class Heartbeat(MeasuredProgress):
         if batches != numbers[_BATCHES]:
             numbers[_BATCHES] = batches
             numbers[_CHANGED_NS] = monotonic_ns()
+            numbers[_FIRST_BATCH_NS] = numbers[_FIRST_BATCH_NS] or numbers[_CHANGED_NS]
 
     def _watch(self) -> None:
         """Look at the script from time to time."""

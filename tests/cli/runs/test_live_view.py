@@ -40,7 +40,7 @@ def beat(*, own=0.02, **changes):
         "pid": 1, "steps": STEPS, "batches": STEPS, "collectives": 7, "is_inside": False, "time": times[-1],
         "collective": "gather at train.py:14 (<module>)", "started": 960.0, "started_epoch": 5000.0,
         "step_time": times[-1], "totals": build_totals(STEPS), "flops": 0, "peak_flops": 0, "epoch": 3, "epoch_batches": 120, "epoch_length": 1000,
-        "epoch_first": 0, "epoch_started": 988.0, "ended": None, "has_failed": False,
+        "epoch_first": 0, "epoch_started": 988.0, "first_batch": 960.5, "ended": None, "has_failed": False,
         "recent": tuple(times[-64:]),
         "history": tuple(map(build_totals, range(1, STEPS + 1))),
     }  # fmt: skip

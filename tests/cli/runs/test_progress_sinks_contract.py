@@ -18,11 +18,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.processes.children import free_port
 from support.processes.commands import Accel, run_accel
+from support.processes.otlp_receiver import read_attributes, receive_otlp
 from support.processes.waits import wait_until
 from support.runs.run_folders import write_beat
 
@@ -188,7 +191,29 @@ class Alive:
         assert self.path.read_text().split()[0] == state
 
 
-CASES = {case.name: case for case in (Line, Lines, Status, Prometheus, Alive)}
+class Telemetry:
+    """What a collector of OpenTelemetry receives."""
+
+    name = "opentelemetry"
+
+    def __init__(self, _folder):
+        self.settings, self.refused = {}, {}
+        self.stack = ExitStack()
+        self.receiver = self.stack.enter_context(receive_otlp())
+        # The SDK reads the variables of this process.
+        self.environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": self.receiver.url, "OTEL_METRIC_EXPORT_INTERVAL": "50"}
+        self.stack.enter_context(mock.patch.dict(os.environ, self.environ))
+        self.other = self.stack
+
+    def read_steps(self):
+        return self.receiver.metrics.get(("accel.steps",), 0)
+
+    def check_end(self, state, exit_code):
+        attributes = read_attributes(self.receiver.spans["launch"][-1].attributes)
+        assert (attributes["accel.state"], attributes["accel.exit_code"]) == (state, exit_code)
+
+
+CASES = {case.name: case for case in (Line, Lines, Status, Prometheus, Telemetry, Alive)}
 
 
 @pytest.fixture(scope="module")
