@@ -59,6 +59,8 @@ READ_THE_ENVIRONMENT = (
     "accel_cli/extensions/skypilot/service.py",
     # The kubeconfig is that of kubectl, and in a pod the cluster is in the variables.
     "accel_cli/extensions/kubernetes/cluster.py",
+    # It switches the reports of another library in the ranks off.
+    "accel_cli/extensions/kubernetes/train_job_status.py",
     # Git gets the environment without its own variables, which name other repositories.
     "accel_cli/launchers/git.py",
     # The terminal's own variables say whether colours are wanted.

@@ -32,6 +32,7 @@ PROGRESS_SINKS: Registry[type[ProgressSink]] = Registry(
         "lines": "accel_cli.runs.sinks:ProgressLines",
         "status": "accel_cli.runs.sinks:StatusFile",
         "prometheus": "accel_cli.runs.sinks:PrometheusMetrics",
+        "train_job": "accel_cli.extensions.kubernetes.train_job_status:TrainJobStatus",
         "opentelemetry": "accel_cli.extensions.opentelemetry.sink:OpenTelemetry",
     },
     group="accel.progress_sinks",

@@ -234,6 +234,16 @@ class KubernetesSection(job_launcher.JobLauncher):
     time: int | None = Field(
         None, ge=1, description="Seconds after which the job is stopped; unset is no limit."
     )
+    suspend: bool = Field(
+        False,
+        description="Create the job suspended, without pods, until its `spec.suspend` is set to false, as by `kubectl patch` or a queue.",
+    )
+    managed_by: Annotated[
+        str | None, match(r"[a-z0-9.-]+/[\w.-]+", "a controller such as kueue.x-k8s.io/multikueue")
+    ] = Field(
+        None,
+        description="Controller that runs the job in place of the cluster's own: `kueue.x-k8s.io/multikueue` runs it in another cluster.",
+    )
     ttl: int = Field(
         _WEEK_S,
         ge=_MIN_TTL_S,

@@ -197,7 +197,12 @@ def render(job: KubernetesJobPlan, name: str, user: str, archive: bytes | None) 
         manifests.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "binaryData": data})
     template = _build_template(job, metadata, has_source=archive is not None)
     build = _build_train_job if section.kubeflow else _build_job_set if section.jobset else _build_job
-    return [*manifests, build(job, metadata, template)]
+    built = build(job, metadata, template)
+    if section.suspend:
+        built["spec"]["suspend"] = True
+    if section.managed_by:
+        built["spec"]["managedBy"] = section.managed_by
+    return [*manifests, built]
 
 
 def _build_service(metadata: Mapping[str, Any]) -> dict[str, Any]:

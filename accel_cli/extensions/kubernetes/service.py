@@ -479,6 +479,8 @@ def describe_job(
         reason = "" if exit_code == 0 else next(filter(None, causes), "a pod failed")
     elif "deletionTimestamp" in metadata:
         state, reason = "Terminating", ""
+    elif state == "Running":
+        reason = _describe_progress(status.get("trainerStatus", {}))
     # A TrainJob has no time of its start.
     start = _parse_time(status.get("startTime") or metadata["creationTimestamp"])
     elapsed = (_parse_time(ended["lastTransitionTime"]) if ended else now) - start
@@ -500,6 +502,16 @@ def describe_job(
         elapsed=str(dt.timedelta(seconds=max(0, int(elapsed.total_seconds())))),
         hosts=_count_pods(spec),
     )
+
+
+def _describe_progress(status: Mapping[str, Any]) -> str:
+    """Return the progress in the status of a TrainJob, as its script or accel reports it; empty without one."""
+    percent, seconds = status.get("progressPercentage"), status.get("estimatedRemainingSeconds")
+    parts = [
+        "" if percent is None else f"{percent} % done",
+        "" if seconds is None else f"{console.format_duration(seconds)} left",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _count_pods(spec: Mapping[str, Any]) -> int:

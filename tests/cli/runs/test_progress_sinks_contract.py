@@ -26,6 +26,7 @@ import pytest
 from support.processes.children import free_port
 from support.processes.commands import Accel, run_accel
 from support.processes.otlp_receiver import read_attributes, receive_otlp
+from support.processes.trainer_controller import serve_controller
 from support.processes.waits import wait_until
 from support.runs.run_folders import write_beat
 
@@ -213,7 +214,27 @@ class Telemetry:
         assert (attributes["accel.state"], attributes["accel.exit_code"]) == (state, exit_code)
 
 
-CASES = {case.name: case for case in (Line, Lines, Status, Prometheus, Telemetry, Alive)}
+class TrainJob:
+    """The status of a TrainJob."""
+
+    name = "train_job"
+
+    def __init__(self, folder):
+        self.settings, self.refused = {}, {}
+        self.other = ExitStack()
+        self.other.enter_context(mock.patch.dict(os.environ))  # without what the sink sets
+        self.controller = self.other.enter_context(serve_controller(folder))
+        self.environ = self.controller.environ
+
+    def read_steps(self):
+        newest = self.controller.statuses[-1]["metrics"] if self.controller.statuses else []
+        return next((int(each["value"]) for each in newest if each["name"] == "accel/steps"), 0)
+
+    def check_end(self, state, _exit_code):
+        assert (self.controller.statuses[-1].get("progressPercentage") == 100) == (state == "succeeded")
+
+
+CASES = {case.name: case for case in (Line, Lines, Status, Prometheus, Telemetry, TrainJob, Alive)}
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,13 @@ EVERYTHING = Kubernetes(
     secrets={"WANDB_API_KEY": "wandb/key"},
     job_name="My run",
     time=3600,
+    suspend=True,
     max_restarts=3,
     stall_timeout=600,
 )  # fmt: skip
-KUBEFLOW = EVERYTHING.model_copy(update={"kubeflow": True, "priority_class": None})
+KUBEFLOW = EVERYTHING.model_copy(
+    update={"kubeflow": True, "priority_class": None, "managed_by": "kueue.x-k8s.io/multikueue"}
+)
 PATCH = {
     "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},
     "spec": {

@@ -31,6 +31,7 @@ _SPEC = _object(
     ttlSecondsAfterFinished=_COUNT,
     replicatedJobs={"type": "array", "items": _REPLICATED},
 )
+_SPEC["properties"] |= {"suspend": {"type": "boolean"}, "managedBy": {"type": "string"}}  # not required
 _SCHEMA = _object(
     apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
     kind={"const": "JobSet"},

@@ -78,6 +78,8 @@ def _build_schema(version):
             kind={"enum": ["ClusterTrainingRuntime", "TrainingRuntime"]},
         ),
         trainer=_TRAINER,
+        suspend={"type": "boolean"},
+        managedBy={"enum": ["trainer.kubeflow.org/trainjob-controller", "kueue.x-k8s.io/multikueue"]},
         **_VERSIONS[version],
     )
     name = {"type": "string", "pattern": r"^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
