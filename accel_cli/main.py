@@ -43,6 +43,7 @@ COMMANDS: Registry[typer.Typer] = Registry(
         "migrate": "accel_cli.extensions.migrate.command:app",
         "diff": "accel_cli.extensions.numerics.command:app",
         "env": "accel_cli.commands.env:app",
+        "skill": "accel_cli.commands.skill:app",
     },
     group="accel.commands",
     error=UsageError,

@@ -52,9 +52,53 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
+    pages["llms.txt"] = llms_text(config)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def llms_text(config: MkDocsConfig) -> str:
+    """Return the contents of the site for language models (https://llmstxt.org): each page with its first sentence."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    lines += ["`accel skill` prints what to run, and how to read failures, for the installed version.", ""]
+    for entry in config.nav or []:
+        ((title, below),) = entry.items()
+        rows = [
+            f"- [{name}]({_find_url(config, page)}){_read_first_sentence(page)}"
+            for name, page in _list_pages(title, below)
+        ]
+        lines += [f"## {title}", "", *rows, ""]
+    return "\n".join(lines)
+
+
+def _list_pages(title: str, entry: Any) -> Iterator[tuple[str, str]]:
+    """Yield the titles and files of the pages of an entry of the navigation."""
+    if isinstance(entry, str):
+        yield title, entry
+        return
+    for item in entry:
+        ((name, below),) = item.items() if isinstance(item, dict) else ((Path(item).stem, item),)
+        yield from _list_pages(name, below)
+
+
+def _find_url(config: MkDocsConfig, page: str) -> str:
+    if page.startswith("http"):
+        return page
+    base = (config.site_url or "").rstrip("/")
+    return f"{base}/{page}" if base else page
+
+
+def _read_first_sentence(page: str) -> str:
+    """Return the first sentence of a page in the folder, after a colon; empty for a generated one."""
+    file = ROOT / "docs" / page
+    if not file.is_file():
+        return ""
+    paragraphs = file.read_text(encoding="utf-8").split("\n\n")
+    first = next((text for text in paragraphs if re.match(r"[A-Za-z`*\[]", text)), "")
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
+    sentence = re.match(r".*?[.:](?=\s|$)", plain)
+    return f": {sentence[0].rstrip('.:')}" if sentence else ""
 
 
 _COPIED = re.compile(r'<div class="language-(console|diff) highlight">(.*?)</div>', re.DOTALL)

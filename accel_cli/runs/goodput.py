@@ -30,7 +30,7 @@ CAUSES: Mapping[str, str] = {
     "end": "from the last step to the end",
 }
 """The causes of the time that moved no step forward, in the order of a run, with what each is."""
-_MIN_WALL_S = 10.0
+_MIN_WALL_S = 60.0
 """The shortest run whose goodput is shown in a line."""
 _MIN_SHARE = 0.01
 _MAX_SHOWN = 3

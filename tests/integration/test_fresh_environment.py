@@ -180,6 +180,7 @@ WORKS = {
     "logs": ("logs",),
     "test": ("test", "--cpu", "--nproc-per-node", "1"),
     "env": ("env",),
+    "skill": ("skill",),
     "estimate": ("estimate", "model.py:make"),
     "checkpoint": ("checkpoint", "list"),
     "diff": ("diff", "RUN", "RUN"),

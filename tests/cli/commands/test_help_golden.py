@@ -38,7 +38,8 @@ def test_every_golden_help_belongs_to_a_command():
 
 
 def test_a_newcomer_sees_15_commands_at_most():
-    assert len(COMMANDS.names) <= 15
+    visible = [name for name in COMMANDS.names if not accel.commands[name].hidden]
+    assert len(visible) <= 15
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: "-".join(path) or "accel")
