@@ -269,7 +269,7 @@ WORDS_ELSEWHERE = {
     "variables that a running job sets, and the messages about them": {
         "accel_cli/planning/nodes.py": "sagemaker skypilot slurm srun tpu",
         "accel_runtime/backends/arrivals.py": "salloc slurm srun",
-        "accel_runtime/checkpoint/project_checkpoints.py": "slurm",
+        "accel_runtime/checkpoint/project_checkpoints.py": "sky skypilot slurm",
         "accel_runtime/environment/settings.py": "pjrt",
     },
     "keys and values of a profile, options and arguments that choose the extension": {

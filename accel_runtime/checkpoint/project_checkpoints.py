@@ -114,6 +114,8 @@ class RunOrigin:
     """Name that `accel launch` gives a run; restarted processes have the same."""
     slurm_job: str = ""
     """Slurm job id; a requeued job has the same."""
+    sky_task: str = ""
+    """Task id of SkyPilot; a managed job that was started again after a preemption has the same."""
     restarted: bool = False
     """Whether these processes replace failed ones of a launcher that does not name runs."""
     requeued: bool = False
@@ -125,6 +127,7 @@ class RunOrigin:
         return cls(
             launch=environ.get(LAUNCH, ""),
             slurm_job=environ.get("SLURM_JOB_ID", ""),
+            sky_task=environ.get("SKYPILOT_TASK_ID", ""),
             restarted=_is_positive(environ, "TORCHELASTIC_RESTART_COUNT"),
             requeued=_is_positive(environ, "SLURM_RESTART_COUNT"),
         )
@@ -132,20 +135,22 @@ class RunOrigin:
     @property
     def identity(self) -> dict[str, str]:
         """Return the identity that is stored in the checkpoints of this run."""
-        names = {"launch": self.launch, "slurm_job": self.slurm_job}
+        names = {"launch": self.launch, "slurm_job": self.slurm_job, "sky_task": self.sky_task}
         return {name: value for name, value in names.items() if value}
 
     @property
     def may_resume(self) -> bool:
         """Return whether a checkpoint of this run may exist."""
         # Elastic node changes restart processes too, without a restart count.
-        return bool(self.launch) or self.restarted or self.requeued
+        return bool(self.launch or self.sky_task) or self.restarted or self.requeued
 
     def wrote(self, identity: Mapping[str, str]) -> bool:
         """Return whether this run wrote a checkpoint that has the identity of a run."""
         if self.launch and identity.get("launch") == self.launch:
             return True
         if self.requeued and self.slurm_job and identity.get("slurm_job") == self.slurm_job:
+            return True
+        if self.sky_task and identity.get("sky_task") == self.sky_task:
             return True
         # Plain torchrun does not name runs: take the newest.
         return self.restarted and not self.launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -13,6 +13,7 @@ from accel_cli.launchers.sections import Answers, CountOrAuto, Question, match
 
 __all__ = ["SkyPilotSection"]
 
+DOWN_AFTER = 10
 _AMOUNT = r"\d+(\.\d+)?\+?"
 
 
@@ -65,9 +66,14 @@ class SkyPilotSection(job_launcher.JobLauncher):
     disk_size: int | None = Field(
         None, ge=1, description="Disk of each node in GB; unset is SkyPilot's default."
     )
+    managed: bool = Field(
+        False,
+        description="Submit a managed job (`sky jobs launch`): SkyPilot starts it again on another cluster after a preemption or a lost node, "
+        "and ends the clusters itself. Scripts continue with `accelerator.resume()`.",
+    )
     spot: bool = Field(
         False,
-        description="Use spot instances, which are cheaper. SkyPilot does not start an interrupted job again: only its managed jobs do.",
+        description="Use spot instances, which are cheaper. SkyPilot starts an interrupted job again only if it is `managed`.",
     )
     image: Annotated[
         str | None, match(r"\S+", "an image without spaces, such as docker:registry/accel:cuda")
@@ -92,7 +98,7 @@ class SkyPilotSection(job_launcher.JobLauncher):
         "python", description="Python on the nodes that has accel."
     )
     down_after: int = Field(
-        10,
+        DOWN_AFTER,
         ge=0,
         description="Minutes after the job for which the cluster stays, with its log; SkyPilot then ends it. It is billed until then.",
     )
@@ -115,6 +121,14 @@ class SkyPilotSection(job_launcher.JobLauncher):
     preflight: torchrun.Preflight = False
     start_method: torchrun.StartMethod = "auto"
     _check_stalls = model_validator(mode="after")(torchrun.check_stall_keys)
+
+    @model_validator(mode="after")
+    def _check_managed(self) -> Self:
+        if self.managed and self.down_after != DOWN_AFTER:
+            raise ValueError(
+                "down_after: SkyPilot ends the clusters of a managed job itself; remove it, or managed"
+            )
+        return self
 
     @property
     def num_gpus(self) -> int:

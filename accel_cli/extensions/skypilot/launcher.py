@@ -16,7 +16,7 @@ from accel_cli.launchers.node_launch import build_command
 from accel_cli.planning.plan import name_target
 
 if TYPE_CHECKING:
-    from accel_cli.extensions.skypilot.service import SkyJobs
+    from accel_cli.extensions.skypilot.service import ManagedJobs, SkyJobs
 
 __all__ = ["SkyPilot"]
 
@@ -27,6 +27,7 @@ class SkyPilot(SkyPilotSection):
     """A job on a cluster of its own, which SkyPilot starts on the cheapest infrastructure and ends after the job."""
 
     title: ClassVar[str] = "A job on a cloud, with SkyPilot"
+    job_keys: ClassVar[tuple[str, ...]] = ("managed",)
 
     @property
     @override
@@ -62,7 +63,7 @@ class SkyPilot(SkyPilotSection):
         return self.build_plan(
             spec,
             job,
-            argv=("sky", "launch", *job.options, "--cluster", f"{job.name}-...", TASK_FILE),
+            argv=job.build_submission(f"{job.name}-...", TASK_FILE),
             env=job.env,
             nproc_per_node=count,
             device="GPU" if self.num_gpus else "cpu",
@@ -76,7 +77,7 @@ class SkyPilot(SkyPilotSection):
 
     @classmethod
     @override
-    def open_jobs(cls, values: Mapping[str, Any]) -> SkyJobs:
-        from accel_cli.extensions.skypilot.service import SkyJobs  # noqa: PLC0415 - only for jobs
+    def open_jobs(cls, values: Mapping[str, Any]) -> SkyJobs | ManagedJobs:
+        from accel_cli.extensions.skypilot.service import ManagedJobs, SkyJobs  # noqa: PLC0415 - only for jobs
 
-        return SkyJobs()
+        return ManagedJobs() if values.get("launcher.managed") is True else SkyJobs()

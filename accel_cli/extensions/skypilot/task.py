@@ -43,13 +43,14 @@ class SkyJobPlan(JobPlan):
     sent: SentFolder | None
     """The folder whose files it carries; None if it carries none."""
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The options of `sky launch` before the name of the cluster and the task."""
-        # The name alone: sky takes the value from its environment.
-        secrets = (word for name in self.section.secrets for word in ("--secret", name))
-        minutes = str(self.section.down_after)
-        return ("--yes", "--detach-run", "--down", "--idle-minutes-to-autostop", minutes, *secrets)
+    def build_submission(self, name: str, file: str) -> tuple[str, ...]:
+        """Return the command that submits the task of a file, as a job or to a cluster with a name."""
+        # The name of a secret alone: sky takes the value from its environment.
+        secrets = [word for each in self.section.secrets for word in ("--secret", each)]
+        if self.section.managed:
+            return ("sky", "jobs", "launch", "--yes", "--detach-run", *secrets, "--name", name, file)
+        end = ("--down", "--idle-minutes-to-autostop", str(self.section.down_after))
+        return ("sky", "launch", "--yes", "--detach-run", *end, *secrets, "--cluster", name, file)
 
     def build_task(self, workdir: str) -> dict[str, Any]:
         """Return the task.

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tarfile
 
@@ -10,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 from support.hosts import sky
 from support.launchers.launch_specs import build_spec
-from support.processes.commands import call_accel
+from support.processes.commands import Accel, call_accel
+from support.processes.waits import wait_until
 
 from accel_cli.errors import UsageError
 from accel_cli.extensions.skypilot import service
@@ -137,12 +139,12 @@ def launch(capfd, *words):
 def test_a_job_runs_and_is_followed_with_its_cost(clusters, capfd, monkeypatch):
     monkeypatch.setenv("API_KEY", "s3cret")
     done = launch(capfd, "train.py", "7", "it's")
-    assert done.returncode == 1, done.stderr  # SkyPilot does not report another
+    assert done.returncode == 7, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2 ['7', \"it's\"] s3cret" in done.stdout
     name = re.search(r"job (\S+) is submitted", done.stderr)[1]
     assert f"cluster {name} costs $ 32.77 per hour until SkyPilot ends it" in done.stderr
-    assert re.search(rf"job {name} ended as FAILED with exit code 1: rank 1 of 2 .*7", done.stderr), (
+    assert re.search(rf"job {name} ended as FAILED with exit code 7: rank 1 of 2 .*7", done.stderr), (
         done.stderr
     )
     options = json.loads((clusters / name / "options.json").read_text())
@@ -159,6 +161,91 @@ def test_a_job_runs_and_is_followed_with_its_cost(clusters, capfd, monkeypatch):
     listed = call_accel(capfd, "jobs", "list", "--launcher", "skypilot").stdout
     assert re.search(rf"{name}\t.*FAILED\t.*AWS/us-east-1, 1x\(cpus=8\), \$ 32\.77 per hour", listed), listed
     assert "is FAILED already" in call_accel(capfd, "jobs", "stop", name, "--launcher", "skypilot").stderr
+
+
+TRAIN_AND_RESUME = """
+import os, time
+import torch
+from accel_runtime import Accelerator, ProjectConfiguration
+config = ProjectConfiguration(os.environ["OUT"], automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=config)
+model, steps = torch.nn.Linear(1, 1), torch.zeros(1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+class Steps:
+    def __init__(self): self.number = 0
+    def state_dict(self): return {"number": self.number}
+    def load_state_dict(self, state): self.number = state["number"]
+steps = Steps()
+accelerator.register_for_checkpointing(steps)
+accelerator.resume()
+accelerator.print("begins at step", steps.number, flush=True)
+while steps.number < 6:
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    steps.number += 1
+    if steps.number == 3:
+        accelerator.save_state()
+        if accelerator.is_main_process and not os.path.exists(os.environ["OUT"] + "/preempted"):
+            open(os.environ["OUT"] + "/saved", "w").close()
+        while not os.path.exists(os.environ["OUT"] + "/preempted"):
+            time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_a_managed_job_that_is_preempted_resumes_from_its_checkpoint(clusters, script, tmp_path, monkeypatch):
+    monkeypatch.setenv("API_KEY", "x")
+    out = tmp_path / "bucket"
+    out.mkdir()
+    script(TRAIN_AND_RESUME)
+    keys = (
+        "--set=launcher.kind=skypilot", "--set=launcher.managed=true", f"--set=launcher.python={sys.executable}",
+        "--set=launcher.secrets=[API_KEY]", f"--set=env.OUT={out}",
+    )  # fmt: skip
+    with Accel(
+        "launch", "--cpu", *keys, "--nproc-per-node", "2", "train.py", stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as launched:  # fmt: skip
+        wait_until((out / "saved").exists, 120, process=launched)
+        (cluster,) = clusters.iterdir()
+        sky.preempt(cluster)
+        (out / "preempted").touch()
+        stdout, stderr = launched.communicate()
+    assert launched.returncode == 0, stderr
+    assert re.findall("begins at step .", stdout) == ["begins at step 0", "begins at step 3"]
+    assert "SkyPilot ends the clusters of the job, also after a failure." in stderr
+    options = json.loads((cluster / "options.json").read_text())
+    assert options == ["--yes", "--detach-run", "--secret", "API_KEY", "--name", cluster.name]
+
+
+@pytest.mark.slow
+def test_a_managed_job_is_listed_and_has_the_exit_code_of_its_script(clusters, capfd, monkeypatch):
+    monkeypatch.setenv("API_KEY", "x")
+    done = launch(capfd, "--set=launcher.managed=true", "train.py", "9")
+    assert done.returncode == 9, done.stderr
+    (name,) = [path.name for path in clusters.iterdir()]
+    options = ("--launcher", "skypilot", "--set", "launcher.managed=true")
+    listed = call_accel(capfd, "jobs", "list", *options).stdout
+    assert re.search(rf"{name}\t.*FAILED\t.*AWS/us-east-1, 1x\(cpus=8\)", listed), listed
+    assert "9" in call_accel(capfd, "jobs", "status", name, *options).stdout.split()
+    assert name not in call_accel(capfd, "jobs", "list", "--launcher", "skypilot").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("[7, 137] ", 7), ("[1, 143, 3]", 3), ("[137, 137]", 137), ("[1]", 1), ("nothing", 1)],
+)
+def test_the_exit_code_is_that_of_the_node_that_failed_first(tmp_path, monkeypatch, line, code):
+    text = f"ERROR: \x1b[31mJob 3 failed with return code list:\x1b[0m {line}"
+    (tmp_path / "sky").write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\nexit 100\n")
+    (tmp_path / "sky").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert service._find_exit_code(None, "logs", "a") == code
+
+
+def test_a_managed_job_has_no_minutes_until_its_cluster_ends():
+    with pytest.raises(ValidationError, match="SkyPilot ends the clusters of a managed job itself"):
+        SkyPilot(managed=True, down_after=5)
 
 
 def test_a_secret_that_is_not_set_and_a_task_that_sky_refuses_are_errors(clusters, capfd, monkeypatch):

@@ -58,6 +58,19 @@ def test_only_a_requeued_slurm_job_selects_a_checkpoint_of_its_job(project):
     assert select_step(ResumePolicy(False, RunOrigin.from_env(job)), checkpoints) is None
 
 
+def test_a_recovered_task_of_skypilot_selects_a_checkpoint_of_its_own(project):
+    """Each recovery of a managed job has the same task id, and a launch of its own."""
+    task = {"SKYPILOT_TASK_ID": "sky-managed-1_train_2-0"}
+    checkpoints = project(
+        {"launch": "a", "sky_task": task["SKYPILOT_TASK_ID"]}, {"launch": "b", "sky_task": "other"}
+    )
+    recovered = RunOrigin.from_env({**task, "ACCEL_LAUNCH": "c"})
+    assert recovered.may_resume
+    assert select_step(ResumePolicy(False, recovered), checkpoints) == 0
+    another = RunOrigin.from_env({"SKYPILOT_TASK_ID": "new", "ACCEL_LAUNCH": "c"})
+    assert select_step(ResumePolicy(False, another), checkpoints) is None
+
+
 def test_a_restart_under_torchrun_selects_the_newest_checkpoint(project):
     checkpoints = project({}, {"launch": "other"})
     assert (
