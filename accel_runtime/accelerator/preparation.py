@@ -312,6 +312,7 @@ class Preparation:
         The values of its shards are returned too, if some ranks only have them.
         """
         self._run.options.read_plugin(self._run.strategy)
+        self._run.strategy.check_tensors(request.model)
         if request.is_trained:
             self._check_consistent([request.model], self._run.options.loader_options)
             self._run.precision.check(request.model.parameters())

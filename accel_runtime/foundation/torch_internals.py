@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
@@ -53,12 +54,14 @@ __all__ = [
     "gradient_hooks",
     "graph_task_id",
     "group_timeout",
+    "ignore_in_ddp",
     "is_compiled",
     "is_fsdp_module",
     "is_functorch_active",
     "is_graph_pending",
     "is_view",
     "iterator_function",
+    "keep_dtypes",
     "keep_gathered",
     "list_buffers",
     "list_owners",
@@ -396,6 +399,31 @@ def is_functorch_active() -> bool:
 def fsdp_policy(unit: Any) -> Any:
     """Return the mixed precision policy of a module under `fully_shard`."""
     return unit._get_fsdp_state()._mp_policy
+
+
+def keep_dtypes(unit: Any, owners: Collection[tuple[int, str]]) -> None:
+    """Let a unit gather parameters in the dtype that they have, whatever its policy is.
+
+    Args:
+        unit: A module under `fully_shard`, before its first forward pass.
+        owners: The parameters: the id of the module that has each, and the attribute.
+    """
+    for group in fsdp_parameter_groups(unit):
+        for sharded in group.fsdp_params:
+            info = sharded._module_info
+            if (id(info.module), info.param_name) in owners:
+                # torch calls it at the first forward pass.
+                vars(sharded)["init_dtype_attrs"] = MethodType(_init_without_cast, sharded)
+
+
+def _init_without_cast(sharded: Any, policy: Any) -> None:
+    type(sharded).init_dtype_attrs(sharded, replace(policy, param_dtype=None))
+
+
+def ignore_in_ddp(model: nn.Module, names: Sequence[str]) -> None:
+    """Let DDP neither broadcast nor average parameters and buffers, beside those that the script has named."""
+    earlier = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*earlier, *names])  # type: ignore[no-untyped-call]
 
 
 @contextmanager

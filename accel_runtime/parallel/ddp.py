@@ -27,6 +27,7 @@ from accel_runtime.foundation.module_names import (
 from accel_runtime.foundation.options import DDPCommunicationHookType
 from accel_runtime.foundation.torch_internals import (
     capture_buckets,
+    ignore_in_ddp,
     is_graph_pending,
     rebuild_buckets,
     restore_buckets,
@@ -34,6 +35,12 @@ from accel_runtime.foundation.torch_internals import (
 )
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.pickled_models import warn_of_saved_model
+from accel_runtime.parallel.quantized_tensors import (
+    broadcast_quantized,
+    list_unsendable,
+    refuse_unaveraged,
+    refuse_unsent_buffers,
+)
 from accel_runtime.parallel.strategy import ForwardPreHook, ModelLayout, Strategy
 from accel_runtime.storage.errors import format_names
 
@@ -313,6 +320,10 @@ def wrap_in_ddp(
             f"Buffer {script_names(model, sparse)[sparse[0]]!r} of {type(model).__name__} cannot be broadcast to the other processes: it is sparse. Make it "
             "dense, or pass Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])."
         )
+    if options.get("broadcast_buffers", True):
+        refuse_unsent_buffers(model)
+    if unsendable := list_unsendable(model):
+        ignore_in_ddp(model, unsendable)
     ddp_options = {name: value for name, value in options.items() if not name.startswith("comm_")}
     for buffer in model.buffers():
         _reset_strides(buffer)
@@ -363,12 +374,18 @@ class DDPStrategy(Strategy):
     """Every rank has all parameters; DDP averages the gradients of several."""
 
     @override
+    def check_tensors(self, model: nn.Module) -> None:
+        if self.backend.topology.world_size > 1:
+            refuse_unaveraged(model)
+
+    @override
     def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
         # DDP refuses a model without trainable parameters.
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         is_alone = self.backend.topology.world_size == 1
         if is_alone or isinstance(model, DistributedDataParallel) or not is_trainable:
             return model
+        broadcast_quantized(model, self.backend)
         return wrap_in_ddp(model, self.backend.device, ddp_options, self.explain_error)
 
     @override

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from accel_runtime.foundation.module_names import state_dict, unwrap_module
 from accel_runtime.parallel.averaging import BufferAveraging
+from accel_runtime.parallel.quantized_tensors import is_sendable
 from accel_runtime.storage.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -198,8 +200,17 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if sharded.device.type != sharded.device_mesh.device_type:
         # Offloaded to the host, and collectives need the device.
         sharded = sharded.to(sharded.device_mesh.device_type)
-    full: torch.Tensor = sharded.full_tensor()
-    return full
+    shard = local_shard(sharded)
+    if is_sendable(shard):
+        full: torch.Tensor = sharded.full_tensor()
+        return full
+    # The bytes of each element in a dimension of their own, so that the placements stay right.
+    stored = shard.contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size([*sharded.shape, stored.shape[-1]])
+    spec = SimpleNamespace(device_mesh=sharded.device_mesh, placements=sharded.placements, shape=shape)
+    strides = torch.empty(shape, device="meta").stride()
+    gathered: Any = _build_dtensor(stored, spec, strides)
+    return gather_tensor(gathered).contiguous().view(shard.dtype).squeeze(-1)
 
 
 def gather_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Any]:

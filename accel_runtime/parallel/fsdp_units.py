@@ -39,6 +39,7 @@ from accel_runtime.foundation.torch_internals import (
     gradient_hooks,
     is_functorch_active,
     is_view,
+    keep_dtypes,
     list_owners,
     local_tensor,
     override_method,
@@ -51,6 +52,7 @@ from accel_runtime.parallel.averaging import GradientAveraging, refuse_max_norm
 from accel_runtime.parallel.ddp import check_hidden_gradients
 from accel_runtime.parallel.dtensor import class_of
 from accel_runtime.parallel.plugins import DTYPE_NAMES
+from accel_runtime.parallel.quantized_tensors import keeps_dtype
 from accel_runtime.storage.errors import format_names
 
 __all__ = [
@@ -103,6 +105,12 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
     batch_norms, batch_norm_policy = find_batch_norms(model, policy, units, ignored)
     refuse_mixed_dtypes(model, [*batch_norms, *units], ignored)
     names = name_owners(model)
+    kept = {
+        (id(module), name)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if keeps_dtype(parameter)
+    }
     inner_policy = replace(policy, output_dtype=None)
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if options.cpu_offload else OffloadPolicy()
@@ -126,6 +134,7 @@ def shard_model(  # noqa: PLR0913, PLR0917 - what `fully_shard` takes
             offload_policy=offload,
             ignored_params=set(ignored),
         )
+        keep_dtypes(module, kept)
         module.register_forward_pre_hook(checks.check_parameters, prepend=True)
         module.register_forward_hook(unpack_outputs)
         refuse_copies(module)

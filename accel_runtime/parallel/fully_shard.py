@@ -24,7 +24,6 @@ from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.precision import FORMATS, name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
-from accel_runtime.foundation.tensor_bytes import hash_tensor
 from accel_runtime.foundation.torch_internals import fsdp_policy, is_fsdp_module, list_buffers
 from accel_runtime.parallel.averaging import BufferAveraging, GradientAveraging, operate_flat
 from accel_runtime.parallel.big_modeling import refuse_forward_on_meta
@@ -51,6 +50,16 @@ from accel_runtime.parallel.fsdp_units import (
     parameters_of_unit,
     refuse_gradient_hooks,
     shard_model,
+)
+from accel_runtime.parallel.quantized_tensors import (
+    as_bytes,
+    broadcast_parts,
+    keep_weights_unpacked,
+    keeps_dtype,
+    parts_of,
+    refuse_quantized,
+    refuse_unaveraged,
+    refuse_undivided,
 )
 from accel_runtime.parallel.strategy import GradientAccess, ModelLayout, Strategy
 from accel_runtime.parallel.tensor_parallel import (
@@ -122,6 +131,10 @@ class FullyShardStrategy(Strategy):
         return model
 
     @override
+    def check_tensors(self, model: nn.Module) -> None:
+        refuse_unaveraged(model)
+
+    @override
     def wrap_model(self, model: nn.Module, ddp_options: Mapping[str, Any]) -> nn.Module:
         originals = dict(model.named_parameters(remove_duplicate=False))
         if not isinstance(model, FSDPModule):
@@ -178,12 +191,13 @@ class FullyShardStrategy(Strategy):
         units = find_units(model, options.wrap)
         ignored = find_ignored(model, options.ignore) | find_unshardable(model) if shards else set()
         plan = plan_tensor_parallel(model, self._settings.parallel.tp_plan) if tp is not None else {}
+        if shards:
+            refuse_undivided(model, ignored)
+            keep_weights_unpacked(model)
+        divided = [p for name in plan for p in model.get_submodule(name).parameters()]
+        refuse_quantized(model, "Tensor parallelism", divided)
         before = dict(model.named_parameters())
-        replaced = (
-            set(before.values()) - ignored
-            if shards
-            else {parameter for name in plan for parameter in model.get_submodule(name).parameters()}
-        )
+        replaced = set(before.values()) - ignored if shards else set(divided)
         refuse_gradient_hooks(model, replaced)
         if options.activation_checkpointing:
             checkpoint_activations(model, units)
@@ -413,9 +427,10 @@ def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Ite
                 parameter.requires_grad,
                 describe_layout(parameter),
                 isinstance(parameter, DTensor),
+                keeps_dtype(parameter),
             )
             by_layout.setdefault(key, []).append(parameter)
-        for (dtype, learns, layout, sharded), members in by_layout.items():
+        for (dtype, learns, layout, sharded, is_kept), members in by_layout.items():
             gathered = policy if sharded else None
             param = getattr(gathered, "param_dtype", None)
             yield GroupFacts(
@@ -425,7 +440,7 @@ def _iterate_groups(model: nn.Module, autocast_dtype: torch.dtype | None) -> Ite
                 elements=sum(member.numel() for member in members),
                 dtype=name_dtype(dtype),
                 gradients=name_dtype(dtype) if learns else "",
-                computes_in=name_dtype(param or autocast_dtype or dtype),
+                computes_in=name_dtype(dtype if is_kept else param or autocast_dtype or dtype),
                 reduces_in=name_dtype(getattr(gathered, "reduce_dtype", None) or param or dtype)
                 if learns and units
                 else "",
@@ -470,40 +485,8 @@ def broadcast_parameters(model: nn.Module, backend: Backend) -> None:
     buffer_names = script_names(model, buffers)
     tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
     tensors |= {buffer_names[name]: buffer for name, buffer in buffers.items()}
-    hashes_by_rank = backend.all_gather_objects(
-        {
-            name: (
-                f"{list(tensor.shape)} {name_dtype(tensor.dtype)}",
-                None if tensor.is_meta else hash_tensor(tensor),
-            )
-            for name, tensor in tensors.items()
-        },
-        f"the tensors of {type(model).__name__}",
-    )
-    first = hashes_by_rank[0]
-    for rank, hashes in enumerate(hashes_by_rank):
-        if mismatch := _describe_mismatch(first, hashes):
-            raise RuntimeError(f"{type(model).__name__} differs between rank {rank} and rank 0: {mismatch}")
-    for name, tensor in tensors.items():
-        if any(hashes[name] != first[name] for hashes in hashes_by_rank):
-            with torch.no_grad():
-                tensor.copy_(backend.broadcast(tensor.detach().contiguous()))
-
-
-def _describe_mismatch(
-    first: dict[str, tuple[str, int | None]], other: dict[str, tuple[str, int | None]]
-) -> str:
-    for name in [*first, *other]:
-        if name not in first or name not in other:
-            return f"{name} is on one of them only"
-        if first[name][0] != other[name][0]:
-            return f"{name} is {other[name][0]}, and on rank 0 {first[name][0]}"
-        if (first[name][1] is None) != (other[name][1] is None):
-            return (
-                f"{name} is on the meta device on one of them only. Load the model in `with accelerator.loading():`, or make it on the meta "
-                "device on all ranks, and call accelerator.load_model(model, path) after prepare()"
-            )
-    return ""
+    parts = {f"{name}{end}": part for name, tensor in tensors.items() for end, part in parts_of(tensor)}
+    broadcast_parts(type(model).__name__, parts, backend)
 
 
 def _shard_state(optimizer: torch.optim.Optimizer) -> None:
@@ -533,7 +516,8 @@ def build_buffer_broadcast(
     def broadcast_buffers(_: Sequence[torch.Tensor]) -> None:
         buffers = (getattr(module, name) for module, name in owners)
         shards = [local_shard(buffer) for buffer in buffers if buffer is not None and not buffer.is_meta]
-        operate_flat(shards, broadcast)
+        parts = [part for shard in shards for _, part in parts_of(shard)]
+        operate_flat([as_bytes(part) for part in parts], broadcast)
 
     return broadcast_buffers
 

@@ -19,6 +19,7 @@ from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
 from accel_runtime.observe.call_sites import call_site
+from accel_runtime.parallel.quantized_tensors import refuse_quantized
 
 __all__ = [
     "ForwardPreHook",
@@ -290,6 +291,13 @@ class Strategy:
         """Raise ValueError if fields of `DistributedDataParallelKwargs` or the number format are not supported."""
 
     # Preparation -----------------------------------------------------------------------
+
+    def check_tensors(self, model: nn.Module) -> None:
+        """Raise ValueError if parameters have a dtype or a class that this strategy cannot train, before the model is changed.
+
+        Strategies that train quantized weights replace it.
+        """
+        refuse_quantized(model, type(self).__name__.removesuffix("Strategy"))
 
     def prepare(
         self,
