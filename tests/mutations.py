@@ -531,6 +531,14 @@ MUTATIONS = (
         ),
     ),
     Mutation(
+        "storage of quantized weights",
+        "accel_runtime.parallel.quantized_tensors:keeps_dtype",
+        return_value("False"),
+        (
+            "tests/runtime/parallel/test_quantized_tensors.py::test_quantized_weights_in_any_storage_train_as_on_one_process",
+        ),
+    ),
+    Mutation(
         "fully_shard wrap",
         "accel_runtime.parallel.fsdp_units:shard_model",
         skip_loop("units"),

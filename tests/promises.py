@@ -148,6 +148,16 @@ GUARANTEES = (
         "precision of an argument",
     ),
     Promise(
+        "Quantized weights",
+        "Frozen weights in 4 bits, integers or float8 train on several processes as on one, or prepare refuses them by name.",
+        (
+            "tests/runtime/parallel/test_quantized_tensors.py::test_frozen_tensors_of_every_dtype_keep_the_bits_of_the_first_rank",
+            "tests/runtime/parallel/test_quantized_tensors.py::test_quantized_weights_in_any_storage_train_as_on_one_process",
+            "tests/runtime/parallel/test_quantized_tensors.py::test_tensors_that_cannot_be_trained_are_refused_by_name_with_the_cure",
+        ),
+        "storage of quantized weights",
+    ),
+    Promise(
         "Safe checkpoints",
         "load_state verifies a checkpoint before it changes anything; a resumed run equals the uninterrupted run, bit for bit.",
         (

@@ -280,3 +280,43 @@ def test_mutually_exclusive_compilation_options_are_rejected():
         TorchDynamoPlugin("inductor", mode="default", options={"max_autotune": True})
     with pytest.raises(ValueError, match="Pass either dynamo_backend or dynamo_plugin, not both"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin("eager"))
+
+
+class Counted(nn.Module):
+    """A block that counts its calls that are not compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.plain_calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.plain_calls += 1
+        return torch.tanh(self.layer(x))
+
+
+def call_with_replaced_forward(accelerator):
+    """Return the number of calls of blocks that are not compiled, in a model whose forward is a function."""
+    torch._dynamo.reset()
+    model = nn.Sequential()
+    model.blocks = blocks = nn.ModuleList(Counted() for _ in range(3))
+    model.forward = lambda x: blocks[2](blocks[1](blocks[0](x)))
+    with torch.no_grad():
+        assert accelerator.prepare(model)(X).dtype == torch.float32
+    return sum(block.plain_calls for block in blocks)
+
+
+def test_compiled_regions_run_under_mixed_precision_also_with_a_replaced_forward():
+    graphs = []
+
+    def remember(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.register_backend(remember, "remember")
+    plugin = TorchDynamoPlugin("remember", use_regional_compilation=True)
+    for mixed_precision in ("no", "bf16"):
+        graphs.clear()
+        accelerator = Accelerator(mixed_precision=mixed_precision, dynamo_plugin=plugin)
+        assert call_with_replaced_forward(accelerator) == 0
+        assert graphs

@@ -132,6 +132,50 @@ def test_every_optimizer_of_torch_steps_as_on_one_process_or_is_rejected(pair):
                 assert result <= ROUNDED.get(name, 1e-5), name
 
 
+class ScriptMuon(torch.optim.Optimizer):
+    """Muon as scripts copy it: Newton-Schulz of each matrix, here in float32; experts in a stack `[E, M, N]` one by one."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.02, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(momentum, group["momentum"])
+                update = update / (update.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    gram = update @ update.mT
+                    update = 3.4445 * update + (-4.7750 * gram + 2.0315 * gram @ gram) @ update
+                p.add_(update, alpha=-group["lr"])
+
+
+class Experts(nn.Module):
+    """Layers, and a stack of matrices as of a mixture of experts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.layer = nn.Embedding(7, 6), nn.Linear(6, 5, bias=False)
+        self.experts = nn.Parameter(torch.randn(3, 5, 3) / 4)
+
+    def forward(self, tokens):
+        x = torch.tanh(self.layer(self.embed(tokens)))
+        return (x @ self.experts).sum(dim=0)
+
+
+def compare_script_muon():
+    return compare(Experts, ScriptMuon)
+
+
+def test_muon_of_a_script_steps_whole_matrices_and_stacked_experts_as_on_one_process(pair):
+    for difference in pair.run(compare_script_muon):
+        assert difference < 1e-5
+
+
 def reject_optimizers():
     messages = []
     for build_optimizer in (
