@@ -179,8 +179,8 @@ def keep_weights_unpacked(model: nn.Module) -> None:
     other layout: later passes would compute with wrong weights (bitsandbytes 0.50).
     """
     for module in model.modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False) is True:
-            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+        if vars(module).get("support_avx512bf16_for_cpu"):  # 0 or 1, or False
+            module.support_avx512bf16_for_cpu = 0  # type: ignore[assignment]
 
 
 # Sending ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_runtime.parallel.quantized_tensors import keeps_dtype
+from accel_runtime.parallel.quantized_tensors import keep_weights_unpacked, keeps_dtype
 from accel_runtime.parallel.strategy import Strategy
 
 FROZEN = [
@@ -364,3 +364,11 @@ def test_copies_of_a_quantized_weight_keep_their_dtype():
     weight = PackedLinear(torch.float16, 1.0).weight
     assert keeps_dtype(weight)
     assert not keeps_dtype(nn.Parameter(copy.deepcopy(weight.detach().clone().data)))
+
+
+def test_evaluation_of_sharded_4_bit_weights_on_a_cpu_does_not_change_their_layout():
+    model = PackedNet(torch.uint8)
+    model.layers[0].support_avx512bf16_for_cpu = 1  # as bitsandbytes sets it
+    keep_weights_unpacked(model)
+    assert model.layers[0].support_avx512bf16_for_cpu == 0
+    assert not hasattr(model.layers[1], "support_avx512bf16_for_cpu")
