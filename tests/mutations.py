@@ -532,7 +532,7 @@ MUTATIONS = (
     ),
     Mutation(
         "storage of quantized weights",
-        "accel_runtime.parallel.quantized_tensors:keeps_dtype",
+        "accel_runtime.backends.quantized_tensors:keeps_dtype",
         return_value("False"),
         (
             "tests/runtime/parallel/test_quantized_tensors.py::test_quantized_weights_in_any_storage_train_as_on_one_process",

@@ -17,6 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from accel_runtime.backends.quantized_tensors import (
+    broadcast_quantized,
+    list_unsendable,
+    refuse_unaveraged,
+    refuse_unsent_buffers,
+)
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import (
     load_state_dict,
@@ -35,12 +41,6 @@ from accel_runtime.foundation.torch_internals import (
 )
 from accel_runtime.parallel.averaging import refuse_max_norm
 from accel_runtime.parallel.pickled_models import warn_of_saved_model
-from accel_runtime.parallel.quantized_tensors import (
-    broadcast_quantized,
-    list_unsendable,
-    refuse_unaveraged,
-    refuse_unsent_buffers,
-)
 from accel_runtime.parallel.strategy import ForwardPreHook, ModelLayout, Strategy
 from accel_runtime.storage.errors import format_names
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from accel_runtime.backends.quantized_tensors import is_sendable
 from accel_runtime.foundation.module_names import state_dict, unwrap_module
 from accel_runtime.parallel.averaging import BufferAveraging
-from accel_runtime.parallel.quantized_tensors import is_sendable
 from accel_runtime.storage.errors import CheckpointError
 
 if TYPE_CHECKING:

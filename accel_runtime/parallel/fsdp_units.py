@@ -30,6 +30,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from accel_runtime.backends.quantized_tensors import keeps_dtype
 from accel_runtime.environment.settings import FullyShard, find_nearest
 from accel_runtime.foundation import nested
 from accel_runtime.foundation.module_names import named_parameters, script_names
@@ -52,7 +53,6 @@ from accel_runtime.parallel.averaging import GradientAveraging, refuse_max_norm
 from accel_runtime.parallel.ddp import check_hidden_gradients
 from accel_runtime.parallel.dtensor import class_of
 from accel_runtime.parallel.plugins import DTYPE_NAMES
-from accel_runtime.parallel.quantized_tensors import keeps_dtype
 from accel_runtime.storage.errors import format_names
 
 __all__ = [

@@ -18,6 +18,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.quantized_tensors import (
+    as_bytes,
+    broadcast_parts,
+    keep_weights_unpacked,
+    keeps_dtype,
+    parts_of,
+    refuse_quantized,
+    refuse_unaveraged,
+    refuse_undivided,
+)
 from accel_runtime.environment.settings import FullyShard, MixedPrecision, Settings
 from accel_runtime.foundation.module_names import named_parameters, script_names, unwrap_module
 from accel_runtime.foundation.nested import has_dtensor
@@ -50,16 +60,6 @@ from accel_runtime.parallel.fsdp_units import (
     parameters_of_unit,
     refuse_gradient_hooks,
     shard_model,
-)
-from accel_runtime.parallel.quantized_tensors import (
-    as_bytes,
-    broadcast_parts,
-    keep_weights_unpacked,
-    keeps_dtype,
-    parts_of,
-    refuse_quantized,
-    refuse_unaveraged,
-    refuse_undivided,
 )
 from accel_runtime.parallel.strategy import GradientAccess, ModelLayout, Strategy
 from accel_runtime.parallel.tensor_parallel import (

@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_runtime.backends.base import Backend
+from accel_runtime.backends.quantized_tensors import refuse_quantized
 from accel_runtime.environment.settings import MixedPrecision
 from accel_runtime.foundation.nested import has_dtensor
 from accel_runtime.foundation.options import DistributedType
 from accel_runtime.foundation.process_mesh import GroupFacts, ProcessMesh
 from accel_runtime.foundation.torch_internals import foreach_multiply, local_tensor, version_of
 from accel_runtime.observe.call_sites import call_site
-from accel_runtime.parallel.quantized_tensors import refuse_quantized
 
 __all__ = [
     "ForwardPreHook",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accel_runtime.parallel.quantized_tensors import keep_weights_unpacked, keeps_dtype
+from accel_runtime.backends.quantized_tensors import keep_weights_unpacked, keeps_dtype
 from accel_runtime.parallel.strategy import Strategy
 
 FROZEN = [
