@@ -16,8 +16,15 @@ from torch import overrides
 from typing_extensions import override
 
 from accel_runtime.foundation.torch_internals import function_modes
-from accel_runtime.parallel.sequence_shards import Form, ShardedSequences, sequence_dim, sequence_slices
-from accel_runtime.parallel.sharded_attention import ShardedAttention, build_attention, describe_tensor
+from accel_runtime.parallel.sharded_attention import (
+    Form,
+    ShardedAttention,
+    ShardedSequences,
+    build_attention,
+    describe_tensor,
+    sequence_dim,
+    sequence_slices,
+)
 from accel_runtime.parallel.transformers_attention import shard_transformers
 
 __all__ = ["gather_sequence", "shard_sequences"]

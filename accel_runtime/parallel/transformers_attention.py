@@ -17,8 +17,12 @@ import torch
 from torch import nn
 
 from accel_runtime.foundation.torch_internals import without_compilation
-from accel_runtime.parallel.sequence_shards import ShardedSequences, slice_sequence
-from accel_runtime.parallel.sharded_attention import ShardedAttention, describe_tensor
+from accel_runtime.parallel.sharded_attention import (
+    ShardedAttention,
+    ShardedSequences,
+    describe_tensor,
+    slice_sequence,
+)
 
 __all__ = ["shard_transformers"]
 

@@ -233,19 +233,19 @@ def test_padding_is_masked_in_torch_layers(pair, form):
 def measure(form, heads, shared):
     """Return the bytes that this rank sends in a forward and a backward pass, and those of its full keys and values."""
     import accel_runtime
-    from accel_runtime.parallel import sequence_shards, sharded_attention
+    from accel_runtime.parallel import sharded_attention
 
     accel_runtime.Accelerator()
     group, bytes_sent, held = dist.group.WORLD, [0], [0]
     others = group.size() - 1
     collectives = {
-        (sequence_shards, "_all_gather"): lambda _, shard: shard.nbytes * others,
-        (sequence_shards, "_reduce_scatter"): lambda shard, _: shard.nbytes * others,
+        (sharded_attention, "_all_gather"): lambda _, shard: shard.nbytes * others,
+        (sharded_attention, "_reduce_scatter"): lambda shard, _: shard.nbytes * others,
         (dist, "all_to_all_single"): lambda _, sent, __, sizes: (
             sent.nbytes - sizes[group.rank()] * sent.element_size()
         ),
     }
-    attention = sharded_attention.build_attention(sequence_shards.ShardedSequences(group, form=form))
+    attention = sharded_attention.build_attention(sharded_attention.ShardedSequences(group, form=form))
     query, key, value = (
         torch.randn(2, n, LENGTH // 4, 8, requires_grad=True) for n in (heads, shared, shared)
     )
@@ -259,7 +259,7 @@ def measure(form, heads, shared):
 
             patch.setattr(owner, name, counted)
         for owner, name, keys in (
-            (sequence_shards.ShardedSequences, "gather", lambda key: [key]),
+            (sharded_attention.ShardedSequences, "gather", lambda key: [key]),
             (sharded_attention.ExchangedHeads, "_exchange_heads", lambda tensors: tensors[1:]),
         ):
             call = getattr(owner, name)

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 
-from accel_runtime.parallel.sequence_shards import join_sequence, sequence_slices, slice_sequence
+from accel_runtime.parallel.sharded_attention import join_sequence, sequence_slices, slice_sequence
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
