@@ -97,8 +97,9 @@ def _read_first_sentence(page: str) -> str:
     paragraphs = file.read_text(encoding="utf-8").split("\n\n")
     first = next((text for text in paragraphs if re.match(r"[A-Za-z`*\[]", text)), "")
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split()))
-    sentence = re.match(r".*?[.:](?=\s|$)", plain)
-    return f": {sentence[0].rstrip('.:')}" if sentence else ""
+    sentence = re.match(r".*?\.(?=\s|$)", plain)
+    text = (sentence[0] if sentence else plain).rstrip(".:")
+    return f": {text}" if text else ""
 
 
 _COPIED = re.compile(r'<div class="language-(console|diff) highlight">(.*?)</div>', re.DOTALL)

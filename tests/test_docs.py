@@ -403,3 +403,19 @@ def test_the_site_has_no_sources_and_fetches_nothing(site: Path) -> None:
     for file in site.rglob("*.html"):
         text = file.read_text(encoding="utf-8")
         assert not re.search(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"https?:", text), file
+
+
+def test_the_list_for_language_models_has_each_page_with_its_first_sentence() -> None:
+    from mkdocs.config import load_config
+
+    from docs.hooks import llms_text
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    rows = re.findall(r"^- \[(.+)\]\(([\w./-]+)\)(?:: (.+))?$", llms_text(config), re.MULTILINE)
+    files = {file: sentence for _, file, sentence in rows}
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages - files.keys() <= {"404.md"}
+    generated = files.keys() - pages
+    assert all(file.startswith("reference/") for file in generated)
+    assert all(len(files[page]) > 10 for page in pages & files.keys())
+    assert files["slurm.md"].startswith("With `launcher.kind: slurm`")
