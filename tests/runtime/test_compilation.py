@@ -313,8 +313,8 @@ def test_compiled_regions_run_under_mixed_precision_also_with_a_replaced_forward
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.register_backend(remember, "remember")
-    plugin = TorchDynamoPlugin("remember", use_regional_compilation=True)
+    torch._dynamo.register_backend(remember, "remember_regions")
+    plugin = TorchDynamoPlugin("remember_regions", use_regional_compilation=True)
     for mixed_precision in ("no", "bf16"):
         graphs.clear()
         accelerator = Accelerator(mixed_precision=mixed_precision, dynamo_plugin=plugin)

@@ -79,9 +79,8 @@ class SkyJobs(Jobs):
     def list(self) -> list[Job]:
         records = [record for record in _run_json("status") if LABEL in json.dumps(record)]
         prices = _read_prices() if records else {}
-        return [
-            self._describe(record, prices) for record in sorted(records, key=lambda each: each["launched_at"])
-        ]
+        ordered = sorted(records, key=lambda each: each["launched_at"])
+        return [self._read_exit_code(self._describe(record, prices)) for record in ordered]
 
     @override
     def status(self, job_id: str) -> Job:
@@ -94,10 +93,13 @@ class SkyJobs(Jobs):
             return self._describe_gone(job_id)
         known = self._last.get(job_id)
         prices = {job_id: known.cost} if known and known.cost else _read_prices()
-        job = self._describe(found[0], prices)
+        return self._read_exit_code(self._describe(found[0], prices))
+
+    def _read_exit_code(self, job: Job) -> Job:
+        """Return a job with the exit code of its script, and keep it as its last state."""
         if job.state == "FAILED":
-            job = replace(job, exit_code=_find_exit_code(known, "logs", job_id))
-        self._last[job_id] = job
+            job = replace(job, exit_code=_find_exit_code(self._last.get(job.id), "logs", job.id))
+        self._last[job.id] = job
         return job
 
     def _describe(self, cluster: Mapping[str, Any], prices: Mapping[str, str]) -> Job:

@@ -320,7 +320,13 @@ def test_the_launch_on_each_node_receives_the_keys_of_torchrun(kind, launcher):
     if launcher.location in {"local", "pod"} or kind not in LAUNCHERS.names:
         return
     assert {*torchrun.PASSED_KEYS} <= launcher.model_fields.keys()
-    keys = {"stall_timeout": 61, "stall_action": "fail", "startup_timeout": 62, "preflight": True}
+    keys = {
+        "stall_timeout": 61,
+        "stall_action": "fail",
+        "startup_timeout": 62,
+        "preflight": True,
+        "progress_line": 63,
+    }
     plan = prepare(kind, set=assign(kind, **keys, start_method="exec"))
     text = f"{plan!r} {plan.job and plan.job.preview()}"
     assert [key for key in torchrun.PASSED_KEYS if f"launcher.{key}=" not in text] == []
