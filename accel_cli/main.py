@@ -103,52 +103,61 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: The arguments after `accel`; None for those of the command line.
     """
+    code = _run(arguments)
+    sys.exit(code if _flush_output() else code or 1)
+
+
+def _run(arguments: list[str] | None) -> int:  # noqa: PLR0911 - one for each kind of error
+    """Run `accel`, and return its exit code."""
     try:
         _open_missing_streams()
         _escape_unencodable_characters()
         _reset_sigchld()
         code = accel.main(arguments, standalone_mode=False)
-        code = code if isinstance(code, int) else 0  # another package's command may return a value
-        sys.exit(code if _flush_output() else code or 1)
     except (KeyboardInterrupt, typer.Abort):
         # No process was started, so there is nothing to report.
-        sys.exit(128 + 2)
+        return 128 + 2
     except typer.TyperException as error:
         if text := format_parsing_error(error):
             console.error(text)
             _record_refusal(text)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except AccelError as error:
         console.print_notes(error.notes)
         console.error(str(error))
         if hint := _explain_missing_command(str(error)):
             console.note(hint)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except RuntimeError as error:
         if limit := explain_process_limit(error):
             console.error(limit)
-            sys.exit(1)
+            return 1
         # pathlib and platformdirs raise it for a user id without an account.
         if "home directory" not in str(error):
             raise
         console.error("Cannot determine the home directory of this user. Set HOME or ACCEL_HOME.")
-        sys.exit(2)
+        return 2
     except (OSError, MemoryError) as error:
         console.error(explain_os_error(error))
-        sys.exit(1)
+        return 1
+    return code if isinstance(code, int) else 0  # another package's command may return a value
 
 
 def _flush_output() -> bool:
-    """Write what standard output has buffered; if its reader has ended, drop it and return False.
+    """Write what the standard streams have buffered; drop it if that fails, and return False if it was of the output.
 
     Python would exit with a message and code 120, whatever the code of the command.
     """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
+    is_read = True
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            is_read = is_read and stream is not sys.stdout
+            if not isinstance(error, BrokenPipeError):
+                console.error(explain_os_error(error))
+    return is_read
 
 
 def _record_refusal(text: str) -> None:
