@@ -67,15 +67,16 @@ class OpenTelemetry(ProgressSink):
                 f"{error}. Install it: {format_install('opentelemetry-sdk', 'opentelemetry-exporter-otlp-proto-http', extra='otel')}"
             ) from None
         record = run.record
-        resource = Resource.create(
-            {
-                "service.name": self._environ.get("OTEL_SERVICE_NAME", "accel"),
-                "host.name": os.uname().nodename,
-                "accel.run": run.path.name,
-                "accel.script": str(record.get("target", "")),
-                "accel.launcher": str(record.get("launcher", "")),
-            }
-        )
+        attributes = {
+            "host.name": os.uname().nodename,
+            "accel.run": run.path.name,
+            "accel.script": str(record.get("target", "")),
+            "accel.launcher": str(record.get("launcher", "")),
+        }
+        # Those of the user are in variables, which arguments would replace.
+        if "service.name=" not in self._environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
+            attributes["service.name"] = self._environ.get("OTEL_SERVICE_NAME", "accel")
+        resource = Resource.create(attributes)
         self._errors.install()
         if "metrics" in self._signals:
             self._providers.append(self._create_meter_provider(resource))

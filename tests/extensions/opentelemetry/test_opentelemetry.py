@@ -114,6 +114,21 @@ def test_spans_have_the_times_of_what_was_recorded(receiver, tmp_path):
     assert receiver.resource["accel.run"] == writer.path.name
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({}, "accel"),
+        ({"OTEL_SERVICE_NAME": "train"}, "train"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "team=a,service.name=b"}, "b"),
+    ],
+)
+def test_the_name_of_the_service_is_that_of_the_variables(receiver, tmp_path, monkeypatch, variables, name):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    send(RunWriter(tmp_path).path, RunProgress(START + 1, "run", "succeeded", exit_code=0))
+    assert receiver.resource["service.name"] == name
+
+
 def test_the_launch_is_a_part_of_the_trace_of_the_program_that_starts_it(receiver, tmp_path, monkeypatch):
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     monkeypatch.setenv("TRACEPARENT", f"00-{trace}-{parent}-01")
