@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -371,7 +371,7 @@ class Preparation:
             self._run.accumulation,
             self._run.precision.scaler,
             self._run.strategy,
-            partial(self._run.strategy.check_step, optimizer, self._run.prepared.models),
+            partial(self._check_first_step, optimizer),
             self._run.build_gather("the loss of LBFGS"),
         )
         if self._run.options.device_placement if device_placement is None else device_placement:
@@ -379,6 +379,11 @@ class Preparation:
         self._run.prepared.optimizers.append(prepared)
         self._on_optimizer(prepared)
         return prepared
+
+    def _check_first_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Raise if ranks would train different weights; return a context that observes the first step."""
+        self._run.strategy.check_step(optimizer, self._run.prepared.models)
+        return self._run.checks.observe_first_step(optimizer)
 
     def _count_strides(self) -> int:
         """Return the number of scheduler steps per training step: schedules count batches of one process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_runtime.checks.averaging import AveragingCheck
 from accel_runtime.checks.bypasses import BypassCheck
 from accel_runtime.checks.inputs import FirstInput
+from accel_runtime.checks.local_products import observe_products
 from accel_runtime.checks.losses import LossCheck
 from accel_runtime.checks.replicas import ReplicaCheck
 from accel_runtime.data.active_loops import ActiveLoops
@@ -175,6 +177,10 @@ class Checks:
 
     def _set_next_pass(self) -> None:
         self.next_pass = 0 if self.is_active else min(self._losses.next_pass, self.replicas.next_pass)
+
+    def observe_first_step(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        """Return a context of the first step of a prepared optimizer."""
+        return observe_products(optimizer, self._models) if self._is_first else nullcontext()
 
     def check_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Check an optimizer of the process before its step; with a closure, the backward pass follows."""

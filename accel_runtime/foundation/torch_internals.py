@@ -35,6 +35,7 @@ __all__ = [
     "PrefixStore",
     "Store",
     "TCPStore",
+    "TorchDispatchMode",
     "capture_buckets",
     "compile_call",
     "compile_like",
@@ -66,6 +67,7 @@ __all__ = [
     "list_buffers",
     "list_owners",
     "list_tensors",
+    "list_written",
     "local_tensor",
     "on_backward_end",
     "open_file_part",
@@ -119,6 +121,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def storage_id(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage, which may have no address."""
     return int(local_tensor(tensor).untyped_storage()._cdata)
+
+
+def list_written(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operation of a dispatch mode writes."""
+    return [
+        kwargs.get(argument.name, args[index] if index < len(args) else None)
+        for index, argument in enumerate(operation._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def is_view(tensor: torch.Tensor) -> bool:

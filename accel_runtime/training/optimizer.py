@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -35,7 +35,7 @@ class PreparedOptimizer(torch.optim.Optimizer, PreparedObject):  # type: ignore[
         accumulation: Counts accumulation cycles.
         scaler: The loss scaler, for formats that need one.
         strategy: Steps the optimizer and clears its gradients; None steps it directly.
-        check: Called before the first step; may raise.
+        check: Called before the first step; may raise, and returns a context of that step.
         gather: Returns the objects of all ranks, for the losses of LBFGS; None on one process.
     """
 
@@ -45,7 +45,7 @@ class PreparedOptimizer(torch.optim.Optimizer, PreparedObject):  # type: ignore[
         accumulation: Accumulation,
         scaler: LossScaler | None,
         strategy: Strategy | None = None,
-        check: Callable[[], None] | None = None,
+        check: Callable[[], AbstractContextManager[Any]] | None = None,
         gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         # Optimizer.__init__ is not called on purpose: groups and state are those of the wrapped optimizer.
@@ -136,8 +136,11 @@ class PreparedOptimizer(torch.optim.Optimizer, PreparedObject):  # type: ignore[
         """Count a step, and run it through the scaler or the strategy."""
         accumulation, strategy = self._accumulation, self._strategy
         if self._check is not None:
-            self._check()
+            observed = self._check()
             self._check = None
+            if closure is None:  # which would run the model inside
+                with observed:
+                    return self._run_step()
         self._used_backward = accumulation.num_backward
         self._last_step = accumulation.num_cycles
         self.steps += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -54,19 +55,30 @@ class Run:
 
 def test_an_optimizer_is_checked_before_its_first_step_until_the_check_passes():
     failures = [ValueError("first"), ValueError("second")]
+    observed = []
+
+    @contextmanager
+    def observe():
+        observed.append(weight.item())
+        yield
+        observed.append(weight.item())
 
     def check():
         if failures:
             raise failures.pop(0)
+        return observe()
 
     weight = nn.Parameter(torch.ones(1))
     optimizer = PreparedOptimizer(torch.optim.SGD([weight], lr=1.0), Accumulation(1), None, check=check)
     for reason in ("first", "second"):
         with pytest.raises(ValueError, match=reason):
             optimizer.step()
+    weight.grad = torch.ones(1)
     optimizer.step()
     failures.append(ValueError("late"))
     optimizer.step()
+    assert observed == [1, 0]
+    assert optimizer.steps == 2
 
 
 # Accumulation cycles ---------------------------------------------------------------------
