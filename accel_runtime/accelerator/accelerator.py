@@ -1310,6 +1310,7 @@ class Accelerator(ProcessMethods):
             None for each object.
         """
         self._run.prepared.clear()
+        self._run.gradients.clear()
         self._run.checks.clear()
         self._run.accumulation.reset()
         return release_memory(*objects)

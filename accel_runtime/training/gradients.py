@@ -403,6 +403,10 @@ class Gradients:
             self._group_key = key
         return self._groups
 
+    def clear(self) -> None:
+        """Forget the groups: what is prepared next has other parameters, though as many."""
+        self._groups, self._group_key = [], ()
+
     def list_unused(self) -> set[nn.Parameter]:
         """Return the parameters whose optimizer did not step or clear their gradients since the newest backward pass."""
         return {

@@ -227,3 +227,20 @@ def test_free_memory_releases_prepared_objects_and_starts_a_new_cycle(ranks, nam
             return accelerator.sync_gradients
 
     assert ranks.run(free_objects, name) == [False] * ranks.size
+
+
+def test_objects_prepared_after_free_memory_load_a_checkpoint_of_those_before(tmp_path):
+    accelerator = Accelerator()
+
+    def prepare():
+        model = nn.Linear(2, 2)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model, _ = prepare()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.save_state(tmp_path / "state")
+    accelerator.free_memory()
+    restored, _ = prepare()
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(restored.weight, model.weight)
+    assert torch.equal(restored.weight.grad, model.weight.grad)
