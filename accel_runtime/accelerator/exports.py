@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_runtime.accelerator.run import Run
+from accel_runtime.backends.quantized_tensors import PackedWeights
 from accel_runtime.checkpoint.save import write_without_missing_ranks
 from accel_runtime.collectives.handshake import all_gather_objects, call_at_site
 from accel_runtime.export.load_model import WeightLoader, find_weights, is_streamed
@@ -144,10 +145,15 @@ class Exports:
             view.write_back()
             return
         with errors_on_all_ranks(all_gather):
-            current = self._run.backend.runtime.state_to_host(module_names.state_dict(module))
+            live = module_names.state_dict(module)
+            packed = PackedWeights(module, live)
+            current = self._run.backend.runtime.state_to_host(live)
             weights = find_weights(directory)
-            state = weights.read(weights.match(current))
-        module_names.load_state_dict(module, state)
+            state = weights.read(weights.match(current, packed=packed))
+            packed.restore(state)
+        module_names.load_state_dict(
+            module, {name: value for name, value in state.items() if name not in packed.scales}
+        )
         self._run.strategy.synchronize()
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:

@@ -15,6 +15,7 @@ Every strategy passes its models through one of the checks here before it change
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,13 +26,16 @@ from accel_runtime.backends.base import Backend
 from accel_runtime.foundation.module_names import named_parameters, script_names
 from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.tensor_bytes import hash_tensor
+from accel_runtime.storage.errors import CheckpointError
 
 __all__ = [
+    "PackedWeights",
     "as_bytes",
     "broadcast_parts",
     "broadcast_quantized",
     "describe_tensor",
     "find_format",
+    "is_composed",
     "is_sendable",
     "keep_weights_unpacked",
     "keeps_dtype",
@@ -73,10 +77,10 @@ def find_format(tensor: torch.Tensor) -> str:
         return _FOUR_BIT
     if hasattr(tensor, "SCB") and hasattr(tensor, "has_fp16_weights"):
         return "" if getattr(tensor, "has_fp16_weights", False) else _EIGHT_BIT
-    return type(tensor).__name__ if _is_subclass(tensor) else ""
+    return type(tensor).__name__ if is_composed(tensor) else ""
 
 
-def _is_subclass(tensor: torch.Tensor) -> bool:
+def is_composed(tensor: torch.Tensor) -> bool:
     """Return whether a tensor consists of others, and is no DTensor."""
     return hasattr(type(tensor), "__tensor_flatten__") and not hasattr(tensor, "device_mesh")
 
@@ -183,12 +187,136 @@ def keep_weights_unpacked(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = 0  # type: ignore[assignment]
 
 
+# State dicts -----------------------------------------------------------------------------
+
+_TEXT_KEY, _OFFSET = "quant_state", "nested_offset"
+_TABLES = {"quant_map": ("code",), "nested_quant_map": ("state2", "code")}
+"""Attributes of a QuantState with tables, which layers may share."""
+
+
+class PackedWeights:
+    """The entries of a state dict that make up 4-bit weights of bitsandbytes.
+
+    Layers write the scales beside each weight, and `load_state_dict` reads none: it takes them for unknown entries. Here the
+    scales of a weight are restored with it. Its format stays that of the model, which the script has chosen.
+
+    Args:
+        model: Contains the weights, or shards of them.
+        state: State dict of the model, with the names of the script; its tensors are the live ones.
+    """
+
+    def __init__(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        self._weights = {
+            name: parameter
+            for name, parameter in named_parameters(model, remove_duplicate=False)
+            if find_format(parameter) == _FOUR_BIT and getattr(parameter, "quant_state", None) is not None
+        }
+        self._state = {name: value for name, value in state.items() if self.find_weight(name)}
+        self.scales = frozenset(name for name in self._state if name not in self._weights)
+        """The entries that `load_state_dict` does not read."""
+
+    def find_weight(self, name: str) -> str:
+        """Return the name of the weight that an entry, of a model or of a file, belongs to; empty for others."""
+        if name in self._weights:
+            return name
+        weight = name.rpartition(".")[0].removesuffix(f".{_TEXT_KEY}")
+        return weight if weight in self._weights else ""
+
+    def is_read_in_place(self, name: str) -> bool:
+        """Return whether an entry is memory of one weight alone."""
+        return name not in self.scales or name.rpartition(".")[2] in {"absmax", "nested_absmax"}
+
+    def list_mismatches(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
+        """Return a sentence for each entry of another shape or dtype; `saved` has those of a checkpoint."""
+        return [
+            f"{name} is {list(saved[name][0])} {saved[name][1]} as saved and {list(live.shape)} {name_dtype(live.dtype)} here, and packed "
+            "weights are not converted: load the model with the BitsAndBytesConfig of the save"
+            for name, live in self._state.items()
+            if name in saved and not self._fits(name, *saved[name])
+        ]
+
+    def list_unfit(self, saved: Mapping[str, tuple[tuple[int, ...], str]]) -> frozenset[str]:
+        """Return the entries of weights that do not fit as a whole."""
+        unfit = {
+            self.find_weight(name)
+            for name in saved.keys() | self._state.keys()
+            if name not in saved or name not in self._state or not self._fits(name, *saved[name])
+        }
+        return frozenset(name for name in self._state if self.find_weight(name) in unfit)
+
+    def _fits(self, name: str, shape: tuple[int, ...], dtype: str) -> bool:
+        live = self._state[name]
+        # The text with the format has as many bytes as its numbers have digits.
+        return (self._is_text(name) or tuple(live.shape) == shape) and name_dtype(live.dtype) == dtype
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Restore the scales among the values of a state dict, whose shapes fit.
+
+        Raises:
+            CheckpointError: A weight has another format.
+        """
+        scales = self.scales & values.keys()
+        offsets = {
+            self.find_weight(name): _read_offset(self.find_weight(name), self._state[name], values[name])
+            for name in scales
+            if self._is_text(name)
+        }
+        for name in scales:
+            weight, key, value = self.find_weight(name), name.rpartition(".")[2], values[name]
+            state: Any = self._weights[weight].quant_state  # type: ignore[attr-defined]
+            if self._is_text(name):
+                if offsets[weight] is not None:
+                    state.offset.fill_(offsets[weight])
+            elif key in _TABLES:
+                *path, attribute = _TABLES[key]
+                for each in path:
+                    state = getattr(state, each)
+                live = getattr(state, attribute)
+                if not torch.equal(live, value.to(live.device)):
+                    setattr(state, attribute, value.to(live.device, copy=True))
+            elif (live := self._state[name].detach()).data_ptr() != value.data_ptr():
+                live.copy_(value)
+
+    def _is_text(self, name: str) -> bool:
+        return name in self.scales and name.rpartition(".")[0].endswith(f".{_TEXT_KEY}")
+
+
+def _read_offset(weight: str, live: torch.Tensor, saved: torch.Tensor) -> float | None:
+    """Return the mean of the scales of a weight, which its text has beside the format; None if they are not quantized.
+
+    Raises:
+        CheckpointError: The format is not that of the live text.
+    """
+    here, there = _read_text(live), _read_text(saved)
+    offset = there.get(_OFFSET)
+    different = [
+        f"{key} is {there.get(key)!r} as saved and {here.get(key)!r} here"
+        for key in dict.fromkeys((*here, *there))
+        if (there.get(key) != here.get(key) if key != _OFFSET else type(offset) is not type(here.get(key)))
+    ]
+    if different:
+        raise CheckpointError(
+            f"Cannot load {weight}: it is packed in another format ({'; '.join(different)}). Load the model with the "
+            "BitsAndBytesConfig and the dtype of the save."
+        )
+    return offset
+
+
+def _read_text(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the format of a weight, which bitsandbytes writes as the bytes of JSON."""
+    try:
+        read = json.loads(bytes(tensor.tolist()))
+    except ValueError:
+        read = None
+    return read if isinstance(read, dict) else {}
+
+
 # Sending ---------------------------------------------------------------------------------
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
     """Return whether collectives take a tensor as it is."""
-    return tensor.dtype in _SENT and not _is_subclass(tensor)
+    return tensor.dtype in _SENT and not is_composed(tensor)
 
 
 def list_unsendable(model: nn.Module) -> list[str]:
@@ -205,7 +333,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def parts_of(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the plain tensors that make up a parameter or buffer, with the ends of their names: its own, and its scales."""
-    if _is_subclass(tensor):
+    if is_composed(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
             for end, part in parts_of(getattr(tensor, name)):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from accel_runtime.backends.quantized_tensors import is_composed
 from accel_runtime.foundation.tensor_bytes import memory_key
 from accel_runtime.storage.errors import CheckpointError
 from accel_runtime.storage.state_tree import KEY, MAX_LEVELS
@@ -100,6 +101,11 @@ class _Serializer:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CheckpointError(f"{path} cannot be saved: it is a tensor without plain memory ({kind})")
+        if is_composed(tensor):
+            raise CheckpointError(
+                f"{path} cannot be saved: it is a tensor without plain memory ({type(tensor).__name__}). Write the trained parameters "
+                "alone, as accelerator.save() of their part of accelerator.get_state_dict(model)."
+            )
         name = self._names_by_memory.get(memory_key(tensor))
         if name is None:
             # `#` separates the rank in names of rank-specific tensors.

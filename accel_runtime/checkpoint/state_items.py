@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from accel_runtime.backends.quantized_tensors import PackedWeights
 from accel_runtime.data.loader import PreparedLoader
 from accel_runtime.data.state import LoaderState, NextBatch
 from accel_runtime.foundation import module_names
@@ -233,6 +234,7 @@ class ModelItem(StateItem):
         self.is_partial, self._elsewhere = elsewhere is not None, elsewhere or frozenset()
         self._model, self._strict, self._memory = model, strict, memory
         self._state = module_names.state_dict(model) if state is None else state
+        self._packed, self._unfit = PackedWeights(model, self._state), frozenset[str]()
 
     @property
     @override
@@ -262,22 +264,46 @@ class ModelItem(StateItem):
             reasons.append(f"{self.name}: missing in the checkpoint: {format_names(missing)}")
         if unexpected:
             reasons.append(f"{self.name}: not in the model here: {format_names(unexpected)}")
-        live = match_tensors(encoded, self._state)
+        entries = self._find_packed(encoded, tensors)
+        live = match_tensors(
+            {name: value for name, value in encoded.items() if name not in entries}, self._state
+        )
         for name, tensor in live.items():
             if name in tensors and (mismatch := describe_mismatch(tensors[name], tensor)):
                 reasons.append(f"{name} is {mismatch}")
-        return reasons
+        return reasons + self._packed.list_mismatches(entries)
+
+    def _find_packed(
+        self, encoded: Any, tensors: Mapping[str, TensorEntry]
+    ) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shapes and dtypes of the saved entries that make up packed weights."""
+        entries = {
+            name: tensors.get(tensor_name_of(value))
+            for name, value in encoded.items()
+            if self._packed.find_weight(name)
+        }
+        return {name: (entry.shape, entry.dtype) for name, entry in entries.items() if entry is not None}
 
     @override
     def targets(self, encoded: Any, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
         if self._memory is not None and list_meta_tensors(self._model):
             self._memory.materialize(self._model)
             self._state = module_names.state_dict(self._model)
-        return select_matching(match_tensors(encoded, self._state), tensors)
+        self._unfit = self._packed.list_unfit(self._find_packed(encoded, tensors))
+        in_place = {
+            name: value
+            for name, value in encoded.items()
+            if name not in self._unfit and self._packed.is_read_in_place(name)
+        }
+        return select_matching(match_tensors(in_place, self._state), tensors)
 
     @override
     def restore(self, tree: Any) -> None:
-        values = {name: value for name, value in tree.items() if name in self._state}
+        values = {
+            name: value for name, value in tree.items() if name in self._state and name not in self._unfit
+        }
+        self._packed.restore(values)
+        values = {name: value for name, value in values.items() if name not in self._packed.scales}
         for name, value in values.items():
             copy_into(value, self._state[name])
         if self._needs_load_state_dict():
@@ -289,7 +315,12 @@ class ModelItem(StateItem):
             storage_key(t) for t in (*self._model.parameters(), *self._model.buffers()) if not is_sharded(t)
         }
         tensors = (
-            t for t in self._state.values() if isinstance(t, torch.Tensor) and not is_sharded(t) and t.numel()
+            tensor
+            for name, tensor in self._state.items()
+            if isinstance(tensor, torch.Tensor)
+            and not is_sharded(tensor)
+            and tensor.numel()
+            and name not in self._packed.scales
         )
         extra = any(not isinstance(value, torch.Tensor) for value in self._state.values())
         return extra or any(storage_key(tensor) not in storages for tensor in tensors)

@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import torch
 from torch import nn
 
+from accel_runtime.backends.quantized_tensors import PackedWeights
 from accel_runtime.export.save_model import CHECKSUMS, INDEX, SINGLE, add_aliases, find_aliases
 from accel_runtime.foundation.module_names import match_names, state_dict
+from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.tensor_bytes import tensor_bytes
 from accel_runtime.parallel.big_modeling import MetaModels, compute_buffers, list_meta_tensors
 from accel_runtime.parallel.dtensor import ShardRegion, local_shard, region_of
@@ -81,25 +83,30 @@ class WeightFiles:
         state: Mapping[str, Any],
         mismatches: Sequence[str] = (),
         *,
+        packed: PackedWeights | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> dict[str, TensorSlice]:
         """Return the tensors by the names of a model's state, with aliases; ranks divide the comparison of their values.
 
-        `CheckpointError` lists `mismatches` and names, shapes and dtypes that differ from the state.
+        `packed` are the 4-bit weights of the model, if it may have any. `CheckpointError` lists `mismatches` and names, shapes and dtypes that differ
+        from the state.
         """
         names = match_names([*self.slices, *self.ties], state)
         stored = {names[name]: tensor for name, tensor in self.slices.items()}
         ties = {names[alias]: names.get(kept, kept) for alias, kept in self.ties.items()}
         slices = add_aliases(stored, state, ties)
+        formats = {name: (each.shape, name_dtype(each.dtype)) for name, each in slices.items()}
         mismatches = [
             *(f"missing: {name}" for name in sorted(state.keys() - slices.keys())),
             *(f"unexpected: {name}" for name in sorted(slices.keys() - state.keys())),
             *(
                 problem
                 for name in sorted(state.keys() & slices.keys())
+                if packed is None or not packed.find_weight(name)
                 if (problem := _describe_mismatch(name, slices[name], state[name]))
             ),
+            *(packed.list_mismatches(formats) if packed is not None else ()),
             *mismatches,
         ]
         aliases = find_aliases({name: state[name] for name in state if isinstance(state[name], torch.Tensor)})
@@ -227,9 +234,11 @@ class WeightLoader:
         with errors_on_all_ranks(self.all_gather), _value_errors_as_checkpoint_errors():
             weights = find_weights(location)
             state = state_dict(model, keep_vars=True)
-            slices = weights.match(
-                state, _list_computed(model, state), rank=self.rank, world_size=self.world_size
+            packed = PackedWeights(model, state)
+            computed = _list_computed(
+                model, {name: value for name, value in state.items() if name not in packed.scales}
             )
+            slices = weights.match(state, computed, packed=packed, rank=self.rank, world_size=self.world_size)
             for name, tensor in state.items():
                 region_of(tensor, name)
             weights.verify(self.rank, self.world_size)
@@ -238,18 +247,19 @@ class WeightLoader:
                 stack.enter_context(compute_buffers(model, self.memory.device))
             try:
                 with errors_on_all_ranks(self.all_gather):
-                    self._fill(model, slices)
+                    self._fill(model, slices, packed)
             except CheckpointError as error:
                 raise CheckpointError(
                     f"{error}\nThe model is now inconsistent ({weights.source} was loaded partially). Load it again."
                 ) from error
 
-    def _fill(self, model: nn.Module, slices: Mapping[str, TensorSlice]) -> None:
+    def _fill(self, model: nn.Module, slices: Mapping[str, TensorSlice], packed: PackedWeights) -> None:
         self.memory.materialize(model)
+        packed.restore({name: slices[name].read() for name in packed.scales})
         done: set[int] = set()
         with torch.no_grad():
             for name, tensor in state_dict(model, keep_vars=True).items():
-                if id(tensor) not in done:
+                if id(tensor) not in done and name not in packed.scales:
                     done.add(id(tensor))
                     read_into(local_shard(tensor), slices[name], region_of(tensor, name))
 

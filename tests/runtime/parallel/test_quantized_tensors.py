@@ -6,6 +6,7 @@ The classes here imitate how bitsandbytes and torchao store weights; tests/runti
 from __future__ import annotations
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accel_runtime.backends.quantized_tensors import keep_weights_unpacked, keeps_dtype
 from accel_runtime.parallel.strategy import Strategy
+from accel_runtime.storage.errors import CheckpointError
 
 FROZEN = [
     *(
@@ -101,9 +103,15 @@ class PackedLinear(nn.Module):
         super().__init__()
         values = torch.arange(64).to(torch.int8).sub(32).view(storage)
         # The pattern of bytes has numbers in it that bfloat16 rounds.
-        self.state = SimpleNamespace(absmax=torch.full((8,), scale), offset=None, state2=None)
+        self.state = SimpleNamespace(absmax=torch.full((8,), scale), offset=torch.tensor(scale), state2=None)
         self.weight = Packed(values.view(-1, 1), self.state, bnb_quantized=is_quantized)
         self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        text = json.dumps({"blocksize": 8, "nested_offset": self.state.offset.item()})
+        destination[f"{prefix}weight.absmax"] = self.state.absmax
+        destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*text.encode()]).byte()
 
     def forward(self, x):
         weight = self.weight.detach().reshape(-1).view(torch.int8).view(8, 8).float() / 32
@@ -171,6 +179,53 @@ def test_quantized_weights_in_any_storage_train_as_on_one_process(pair):
                 assert f"{stored}" in text
 
 
+def save_packed(folder):
+    """Save checkpoints and exports with one strategy; return the scales after each was loaded with another."""
+    for strategy in ("ddp", "shard"):
+        accelerator = accelerate(strategy)
+        model = accelerator.prepare(PackedNet(torch.uint8, 0.1))
+        accelerator.save_state(f"{folder}/{strategy}/state")
+        accelerator.save_model(model, f"{folder}/{strategy}/export")
+    results = []
+    for strategy, saved in (("ddp", "shard"), ("shard", "ddp"), ("shard", "shard")):
+        for load in ("load_state", "load_model"):
+            accelerator = accelerate(strategy)
+            net = PackedNet(torch.uint8, 2.0)
+            model = accelerator.prepare(net)
+            if load == "load_state":
+                accelerator.load_state(f"{folder}/{saved}/state")
+            else:
+                accelerator.load_model(model, f"{folder}/{saved}/export")
+            results.append([(layer.state.absmax.tolist(), layer.state.offset.item()) for layer in net.layers])
+    return results
+
+
+def test_scales_of_packed_weights_are_restored_from_checkpoints_and_exports_of_any_layout(pair, memory):
+    scale = torch.tensor(0.1).item()
+    for results in pair.run(save_packed, str(memory)):
+        assert results == [[([scale] * 8, scale)] * 2] * 6
+
+
+def test_packed_weights_of_another_format_are_refused_by_name(memory):
+    accelerator = Accelerator()
+    accelerator.prepare(PackedNet(torch.uint8))
+    accelerator.save_state(memory / "state")
+    other = PackedNet(torch.uint8, 2.0)
+    write = other.layers[1]._save_to_state_dict
+
+    def write_other(destination, prefix, keep_vars):
+        write(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.quant_state.bitsandbytes__nf4"] = torch.tensor([*b"{}"]).byte()
+
+    other.layers[1]._save_to_state_dict = write_other
+    accelerator = Accelerator()
+    accelerator.prepare(other)
+    with pytest.raises(
+        CheckpointError, match=r"Cannot load layers\.1\.weight: .*blocksize is 8 as saved and None here"
+    ):
+        accelerator.load_state(memory / "state")
+
+
 class Wrapped(torch.Tensor):
     """A tensor like those of torchao: integers and a scale, without operations that divide it."""
 
@@ -214,6 +269,13 @@ def train_wrapped():
     prepared = accelerator.prepare(model)
     accelerator.backward(prepared(X.chunk(2)[accelerator.process_index]).square().mean())
     return model.weight.scale.item(), model.layer.weight.grad.tolist()
+
+
+def test_checkpoints_refuse_tensor_subclasses_by_name(tmp_path):
+    accelerator = Accelerator()
+    accelerator.prepare(WrappedNet())
+    with pytest.raises(CheckpointError, match=r"model/weight cannot be saved: .*plain memory \(Wrapped\)"):
+        accelerator.save_state(tmp_path / "state")
 
 
 def test_tensor_subclasses_train_with_ddp_which_sends_their_inner_tensors(pair):
