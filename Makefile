@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # torch_xla 2.9.0, the newest, needs torch 2.9.0, and so a separate environment.
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
-XLA_TESTS := tests/extensions/xla/device tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py
+XLA_TESTS := tests/extensions/xla/device tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py tests/runtime/parallel/test_qlora.py
 # Ray brings many packages, which only its tests need.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready

@@ -20,7 +20,6 @@ from accel_runtime.foundation.precision import name_dtype
 from accel_runtime.foundation.process_mesh import GroupFacts
 from accel_runtime.foundation.torch_internals import BatchNorm
 from accel_runtime.parallel.dtensor import class_of
-from accel_runtime.parallel.sharded_attention import compare_forms
 from accel_runtime.parallel.strategy import ModelLayout
 
 if TYPE_CHECKING:
@@ -317,6 +316,8 @@ def sequence_facts(
         return None
     heads, key_heads, head_size = known
     heads, key_heads = (max(count // grid.size("tensor"), 1) for count in (heads, key_heads))
+    from accel_runtime.parallel.sharded_attention import compare_forms  # noqa: PLC0415 - its imports are slow
+
     ratios = compare_forms(heads, key_heads, ranks)
     prefers_sp = ratios is not None and ratios.sent <= 1
     parameter = next(original.parameters(), None)
