@@ -13,14 +13,14 @@ READY := $(VENV)/.ready
 # torch_xla 2.9.0, the newest, needs torch 2.9.0, and so a separate environment.
 XLA := .venv-xla
 XLA_READY := $(XLA)/.ready
-XLA_TESTS := tests/extensions/xla/device tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py tests/runtime/parallel/test_qlora.py
+XLA_TESTS := tests/extensions/xla/device tests/runtime/backends/test_contract.py tests/runtime/parallel/test_strategy_contract.py
 # Ray brings many packages, which only its tests need.
 RAY := .venv-ray
 RAY_READY := $(RAY)/.ready
 # DeepSpeed changes torch.distributed when it is imported, and compiles its operators.
 DEEPSPEED := .venv-deepspeed
 DEEPSPEED_READY := $(DEEPSPEED)/.ready
-DEEPSPEED_TESTS := tests/extensions/deepspeed/zero tests/runtime/parallel/test_strategy_contract.py
+DEEPSPEED_TESTS := tests/extensions/deepspeed/zero tests/runtime/parallel/test_strategy_contract.py tests/runtime/parallel/test_qlora.py
 # Three tests at a time, also on two cores: many tests mostly wait.
 AT_ONCE := -n 3 --dist worksteal --durations=40 --durations-min=5
 # Tests that share a service, a library or replicas run in one process; those of services wait for most of their time.
