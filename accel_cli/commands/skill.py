@@ -25,7 +25,7 @@ description: Run PyTorch training scripts with accel {version} (`accel launch`) 
 # accel {version}
 
 `accel launch` runs a PyTorch script, unchanged, on one process or many: it starts the ranks, names the rank and the line that failed, and
-keeps a folder of each run. Print nothing else into a script to find that out. `accel COMMAND --help` has all options of a command.
+keeps a folder of each run. The script needs no prints for it. `accel COMMAND --help` has all options of a command.
 
 ## Run
 

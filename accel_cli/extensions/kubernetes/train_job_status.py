@@ -61,7 +61,7 @@ class TrainJobStatus(ProgressSink):
     @override
     def create(cls, settings: AgentSettings, environ: Mapping[str, str]) -> Self | None:
         url, certificate, token = (environ.get(name, "") for name in _VARIABLES)
-        # FALSE is the wish of a user that the Trainer reports.
+        # By FALSE a user leaves the reports to the Trainer.
         if not (url and certificate and token) or environ.get(_OTHER_REPORTER, "").upper() == "FALSE":
             return None
         return cls(_Server(url, Path(certificate), Path(token)), is_alone=_OTHER_REPORTER in environ)

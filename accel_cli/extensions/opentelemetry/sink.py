@@ -23,7 +23,6 @@ from accel_runtime.environment.installation import format_install
 
 __all__ = ["OpenTelemetry"]
 
-_ENDPOINTS = tuple(f"OTEL_EXPORTER_OTLP_{signal}ENDPOINT" for signal in ("", "TRACES_", "METRICS_"))
 _TIMEOUT_S = 3
 """The seconds of an export with its retries, unless a variable sets them: at its end, a launch waits for five."""
 _PACKAGES = {"http/protobuf": "http", "grpc": "grpc"}
@@ -173,9 +172,8 @@ def _read_values(progress: RunProgress, name: str) -> list[tuple[float, dict[str
 
 def _is_on(signal: str, environ: Mapping[str, str]) -> bool:
     """Return True if the environment has an endpoint for a signal, and another exporter does not replace it."""
-    has_endpoint = any(
-        environ.get(name) for name in (_ENDPOINTS[0], f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
-    )
+    names = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+    has_endpoint = any(environ.get(name) for name in names)
     return has_endpoint and environ.get(f"OTEL_{signal.upper()}_EXPORTER", "otlp") == "otlp"
 
 

@@ -161,7 +161,7 @@ class ManagedJobs(Jobs):
     """The managed jobs of the user whose names are those of accel; SkyPilot starts them again after a preemption."""
 
     intervals: ClassVar[PollIntervals] = SkyJobs.intervals
-    output_location = "on the nodes, which SkyPilot ends after the job. Write them to a bucket, for example with file_mounts in launcher.task."
+    output_location = SkyJobs.output_location
 
     def __init__(self) -> None:
         self._last: dict[str, Job] = {}
