@@ -34,7 +34,7 @@ PYTEST = -m pytest -o cache_dir=$(VENV)/.pytest_cache -o faulthandler_timeout=90
 GPU_READY := $(if $(filter-out undefined file default,$(origin PYTHON)),,$(READY))
 GPU_PYTHON = $(if $(GPU_READY),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test test-slow test-services test-extensions test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench clean
+.PHONY: help demo test test-slow test-services test-extensions test-full test-xla test-ray test-deepspeed test-gpu bench-gpu check fmt docs bench proof clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,7 +47,7 @@ demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 proce
 	  'source $(BIN)/activate' 'put accel on your PATH' \
 	  'accel config' 'answer a few questions about this machine' \
 	  'README.md' 'the five lines to change in your script' \
-	  'docs/first-launch.md' 'the profile of this machine, and what a launch does'
+	  'docs/launch.md' 'the profile of this machine, and what a launch does'
 
 test: $(READY)  ## Set up, then run the tests of the core for every change, and a few of each extension
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full and (smoke or not extension)"
@@ -98,6 +98,9 @@ bench: $(READY) $(XLA_READY)  ## Compare accel with bare torch, torchrun and Acc
 
 bench-gpu: $(GPU_READY)  ## Compare accel with bare torch and Accelerate on a GPU, and write docs/benchmarks-gpu.md
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m benchmarks.gpu
+
+proof: $(READY)  ## Measure the claims of the docs in about two hours, as root, and write docs/proof.md; PARTS and MINUTES choose
+	PYTHONPATH=tests:. $(BIN)/python -m proof $(PARTS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SCRIPTS),--scripts $(SCRIPTS))
 
 clean:  ## Remove everything that the other targets create
 	rm -rf $(VENV) $(XLA) $(RAY) $(DEEPSPEED) .venv-bench site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,12 +25,12 @@ pytestmark = pytest.mark.service("Chromium")
 
 WORDS = {
     "multi-node": "several-machines", "multi-gpu": "multi-gpu", "docker": "docker", "jupyter": "notebooks",
-    "lora": "cookbook/lora", "tutorial": "from-a-raw-script", "faq": "troubleshooting",
+    "lora": "cookbook/lora", "tutorial": "five-lines", "faq": "troubleshooting",
     "troubleshooting": "troubleshooting", "performance": "performance", "streaming": "cookbook/streaming",
     # Guides are above the reference and the design notes.
     "slurm": "slurm", "kubernetes": "kubernetes", "ddp": "from-ddp",
     "wandb": "tracking", "fp8": "precision", "mps": "devices", "rocm": "devices", "ema": "ema", "inference": "inference",
-    "vs code": "vscode", "optuna": "cookbook/optuna", "glossary": "glossary", "quickstart": "first-launch",
+    "vs code": "vscode", "optuna": "cookbook/optuna", "glossary": "glossary", "quickstart": "launch",
 }  # fmt: skip
 """Words of the field, and the page that the search shows first."""
 
@@ -116,7 +116,7 @@ def address(site: Path) -> Iterator[str]:
 SCHEMES = ("default", "slate")
 
 
-@pytest.mark.parametrize("page", ["", "from-a-raw-script/", "api/accelerator/"])
+@pytest.mark.parametrize("page", ["", "five-lines/", "api/accelerator/"])
 def test_a_page_has_the_colors_of_the_system_and_scripts_without_an_error(
     address: str, browser: WebDriver, page: str
 ) -> None:
@@ -203,13 +203,11 @@ def test_the_copy_button_takes_the_commands_of_a_console_block_and_the_new_side_
     grant = {"origin": address, "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     browser.execute_cdp_cmd("Browser.grantPermissions", grant)
     resize(browser, "desktop")
-    browser.get(f"{address}from-a-raw-script/")
+    browser.get(f"{address}five-lines/")
     buttons = browser.find_elements(
         By.CSS_SELECTOR, ":is(.language-console, .language-diff) .md-code__button"
     )
-    shown = [
-        block for block in blocks(DOCS / "from-a-raw-script.md") if block.language in {"console", "diff"}
-    ]
+    shown = [block for block in blocks(DOCS / "five-lines.md") if block.language in {"console", "diff"}]
     assert {block.language for block in shown} == {"console", "diff"}
     for button, block in zip(buttons, shown, strict=True):
         button.click()

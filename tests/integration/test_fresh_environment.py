@@ -24,8 +24,8 @@ FIRST_PAGES = (
     "README.md",
     "docs/index.md",
     "docs/install.md",
-    "docs/first-launch.md",
-    "docs/from-a-raw-script.md",
+    "docs/launch.md",
+    "docs/five-lines.md",
     "docs/migrate.md",
 )
 NEEDS_A_PACKAGE = {

@@ -74,7 +74,7 @@ class Elsewhere(NamedTuple):
 OF_ANOTHER_DISTRIBUTION = "tests/integration/test_third_party_launcher.py"
 """The test of the page whose options and keys are those of another distribution."""
 ELSEWHERE = {
-    "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/first-launch.md"),
+    "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/launch.md"),
     "source .venv/bin/activate": Elsewhere("this test's environment is on the PATH", "Makefile"),
     "make test": Elsewhere("runs this test", ".ci/run"),
     "make test-gpu PYTHON=python3": Elsewhere("needs a GPU", "tests/test_gpu.py"),
