@@ -10,13 +10,13 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["RECORDS", "ROOT", "Options", "Part", "read_record", "write_record"]
+__all__ = ["RECORDS", "ROOT", "Options", "Part", "format_table", "read_record", "write_record"]
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "proof"
@@ -77,3 +77,10 @@ def describe_machine() -> str:
     return (
         f"{os.cpu_count()} CPUs ({processor}), Python {platform.python_version()}, torch {torch.__version__}"
     )
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; columns of numbers are aligned to the right."""
+    numbers = [all(row[column][:1] in "0123456789+-" for row in rows) for column in range(len(header))]
+    rule = ["---:" if is_number else "---" for is_number in numbers]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))

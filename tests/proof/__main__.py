@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from proof import Options, Part, write_record
-from proof.page import NAMES, write_page
+from proof.page import NAMES, write_pages
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
                     Options(args.minutes * 60, args.scripts, Path(folder))
                 ),
             )
-    write_page()
+    write_pages()
 
 
 if __name__ == "__main__":
