@@ -30,6 +30,7 @@ from support.runs.file_system import (
     Run,
     assert_has_form,
 )
+from support.runs.killed_saves import run_until_killed
 
 
 @dataclass(frozen=True)
@@ -177,37 +178,6 @@ def check_next_save(kind, folder, run, steps, files):
     return step
 
 
-def save_in_loop(start, log, first, delays):
-    """Resume and save in a loop; after `first` saves, the kernel ends the process after the delay of its rank, if it has one.
-
-    The context of `start` has a run, the target of its saves, and if they are in the background. The log has the step that was
-    loaded, and each step that is saved.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    with start() as (run, target, in_background):
-        step = saved = run.load(target)
-        for number in itertools.count():
-            if run.rank == 0:
-                with log.open("a") as file:
-                    file.write(f"{saved}\n")
-            if number == first:
-                signal.setitimer(signal.ITIMER_REAL, delays[run.rank])
-            # An asynchronous save is complete when the next one starts.
-            saved = step if in_background else step + 1
-            step += 1
-            run.set_step(step)
-            run.acc.save_state(target, async_save=in_background)
-
-
-def run_until_killed(cluster, start, log, last_saved, *, first=-1, delays=()):  # noqa: PLR0913
-    """Kill a run that saves in a loop; return the steps that it has loaded and saved, which are none before `last_saved`."""
-    log.write_text("")
-    assert cluster.run_until_killed(save_in_loop, start, log, first, delays)
-    steps = [int(step) for step in log.read_text().split()]
-    assert not steps or steps[0] >= last_saved, f"{steps[0]} was loaded, and {last_saved} had been saved"
-    return steps
-
-
 # The invariant -------------------------------------------------------------------------------
 
 
@@ -252,10 +222,9 @@ class Saves:
             delays = [
                 seconds + chance.choice((0, chance.uniform(0, 0.02))) for _ in range(self._cluster.size)
             ]
-            steps = run_until_killed(
-                self._cluster, start, folder / "log", last_saved, first=first, delays=delays
-            )
-            last_saved = max(steps)
+            killed = run_until_killed(self._cluster, start, folder / "ranks", first=first, delays=delays)
+            assert killed.loaded >= last_saved, f"{last_saved} had been saved"
+            last_saved = max([killed.loaded, *killed.saved])
         return last_saved
 
     def _save_and_check(self, name, fault, rank):
