@@ -219,7 +219,8 @@ class FullyShardSection(SettingsSection):
         Annotated[int, Field(ge=1)] | str | list[str],
         Field(
             description="Modules whose parameters are gathered together: class names, a minimum number of parameters, "
-            "`none`, or `auto` (the model's `_no_split_modules`, otherwise the items of its ModuleLists)."
+            "`none`, or `auto` (the model's `_no_split_modules`, otherwise the items of its ModuleLists); the largest one "
+            "is in memory at once, and many small ones synchronize often."
         ),
         BeforeValidator(_check_wrap),
     ] = "auto"
@@ -227,21 +228,30 @@ class FullyShardSection(SettingsSection):
         bool | Annotated[int, Field(gt=1)],
         Field(
             description="Free gathered parameters after the forward pass and gather them again for the backward pass "
-            "(less memory); a number reshards them over that many processes."
+            "(less memory); `false` keeps full parameters within a step, and saves one of the two gathers; a number reshards "
+            "them over that many processes."
         ),
     ] = True
     param_dtype: Annotated[
         Number,
         Field(
-            description="Dtype of gathered parameters and of the computation; `auto` is that of `mixed_precision`."
+            description="Dtype of gathered parameters and of the computation; `auto` is that of `mixed_precision`, or of the model "
+            "without it."
         ),
     ] = "auto"
     reduce_dtype: Annotated[
-        Number, Field(description="Dtype in which gradients are reduced; `auto` is fp32.")
+        Number,
+        Field(
+            description="Dtype in which gradients are reduced and accumulated; `auto` is fp32 for half-precision parameters, "
+            "and the dtype of the model otherwise."
+        ),
     ] = "auto"
     output_dtype: Annotated[
         Number,
-        Field(description="Dtype of the model's output; `auto` leaves it to `mixed_precision`."),
+        Field(
+            description="Dtype of the model's outputs, not of modules inside it; `auto` is fp32 with `mixed_precision`, or that of the "
+            "computation without it."
+        ),
     ] = "auto"
     cast_forward_inputs: Annotated[
         bool, Field(description="Cast the inputs of wrapped modules to `param_dtype`.")
@@ -261,7 +271,9 @@ class FullyShardSection(SettingsSection):
     ] = False
     activation_checkpointing: Annotated[
         bool,
-        Field(description="Recompute activations of wrapped modules in the backward pass (less memory)."),
+        Field(
+            description="Recompute activations of wrapped modules in the backward pass (less memory, a third more computation)."
+        ),
         Question(
             "Recompute activations in the backward pass?",
             suggest=lambda *_: False,
@@ -279,7 +291,8 @@ class FullyShardSection(SettingsSection):
         list[str],
         BeforeValidator(_to_list),
         Field(
-            description="Names of parameters or modules that are not sharded; `*` matches any text without a dot."
+            description="Names of parameters or modules that are not sharded, and whose gradients are averaged; `*` matches any text "
+            "without a dot."
         ),
     ] = Field(default_factory=list)
 
