@@ -80,17 +80,22 @@ def find_refusal(layout, operation):
 
 
 def write_table():
-    """Return the table of all layouts and operations in Markdown, and the sentences of its refusals."""
+    """Return a table in Markdown, with a row for all layouts that do the same, and the sentences of its refusals."""
     sentences = list(dict.fromkeys(refusal.sentence for refusal in REFUSALS))
 
     def write_cell(layout, operation):
         refusal = find_refusal(layout, operation)
         return "works" if refusal is None else f"refused ({sentences.index(refusal.sentence) + 1})"
 
+    names: dict[tuple[str, ...], list[str]] = {}
+    for layout in LAYOUTS:
+        names.setdefault(tuple(write_cell(layout, operation) for operation in OPERATIONS), []).append(
+            layout.name
+        )
     rows = [
         ("", *OPERATIONS),
         ("---",) * (len(OPERATIONS) + 1),
-        *((layout.name, *(write_cell(layout, operation) for operation in OPERATIONS)) for layout in LAYOUTS),
+        *((", ".join(layouts), *cells) for cells, layouts in names.items()),
     ]
     table = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
     numbered = "\n".join(f"{number}. `{sentence}`" for number, sentence in enumerate(sentences, 1))
