@@ -19,17 +19,31 @@ from typer.core import TyperArgument, TyperGroup
 
 import accel_runtime
 from accel_cli import errors
+from accel_cli.extensions.opentelemetry.sink import GAUGES
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import accel
 from accel_cli.planning import nodes
 from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
+from accel_cli.runs.goodput import CAUSES
+from accel_cli.runs.live_view import MEANINGS
+from accel_cli.runs.progress import RunProgress
+from accel_cli.runs.prometheus import METRICS, CounterMetricFamily
+from accel_cli.runs.snapshot import RANK_FIELDS, RUN_FIELDS
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import Settings
 from accel_runtime.extensions.xla import ROUNDING
 
-__all__ = ["cli_page", "errors_page", "on_files", "on_page_content", "profile_page", "variables_page"]
+__all__ = [
+    "cli_page",
+    "errors_page",
+    "metrics_page",
+    "on_files",
+    "on_page_content",
+    "profile_page",
+    "variables_page",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,6 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/profile.md": profile_page(),
         "reference/variables.md": variables_page(),
         "reference/errors.md": errors_page(),
+        "reference/metrics.md": metrics_page(),
     }
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
@@ -409,6 +424,63 @@ def _find_import(item: Any) -> str:
 
 def _format_docstring(item: Any) -> str:
     return _cell(item.docstring.value)
+
+
+# The metrics and fields of a run -------------------------------------------------------
+
+
+def metrics_page() -> str:
+    """Return the page of what a run shows of itself: columns, fields of JSON, metrics, and causes of lost time."""
+    field = ("Field", "Value")
+    fields_of_progress = [(f"`{name}`", text) for name, text in _list_progress()]
+    prometheus = [
+        (
+            f"`{name}{'_total' if metric.family is CounterMetricFamily else ''}`",
+            ", ".join(f"`{label}`" for label in metric.labels),
+            metric.text,
+        )
+        for name, metric in METRICS.items()
+    ]
+    gauges = [(f"`accel.{name}`", f"`{unit}`", text) for name, (unit, text) in GAUGES.items()]
+    causes = [(f"`{name}`", text) for name, text in CAUSES.items()]
+    parts = [
+        "# Metrics and fields",
+        _METRICS,
+        "## Columns of `accel top`",
+        _table(("Column", "Meaning"), [(f"`{name}`", text) for name, text in MEANINGS.items()]),
+        "## JSON of `accel top`",
+        _TOP,
+        _table(field, [(f"`{name}`", text) for name, text in RUN_FIELDS.items()]),
+        "Of a rank:",
+        _table(field, [(f"`{name}`", text) for name, text in RANK_FIELDS.items()]),
+        "## Fields of a progress file",
+        _table(field, fields_of_progress),
+        "## Prometheus",
+        _table(
+            ("Metric", "Labels", "Value"), [("`accel_run_info`", "`run`, `script`", "The run."), *prometheus]
+        ),
+        "## OpenTelemetry",
+        _table(("Metric", "Unit", "Value"), gauges),
+        "## Causes of lost time",
+        _table(("Cause", "Time"), causes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_METRICS = """\
+Generated from the sources. [Watch a run](../watching.md) and [metrics, dashboards and progress files](../metrics.md) describe
+how they are switched on. Unknown values are `null` in JSON, and missing in metrics; new ones may be added."""
+_TOP = """\
+`accel top --json` prints one object for a run. Of a submitted job, it has `job`, with the fields of `accel jobs status`, and `log`, a
+list of lines."""
+
+
+def _list_progress() -> Iterator[tuple[str, str]]:
+    """Yield the fields of a progress file with the docstrings of the classes that have them."""
+    module = griffe.load("accel_cli.runs.progress", search_paths=[ROOT])
+    for name in RunProgress(time=0.0, run="", state="starting").to_dict():
+        owner = "RunProgress" if name in module["RunProgress"].members else "Health"
+        yield name, _format_docstring(module[f"{owner}.{name}"]).replace("None", "`null`")
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

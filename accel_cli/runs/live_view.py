@@ -19,6 +19,7 @@ from accel_cli.runs.speed import describe_part, format_number, format_step_time
 from accel_runtime.environment.text import CONTROLS
 
 __all__ = [
+    "MEANINGS",
     "build_help",
     "build_view",
     "crop_lines",
@@ -126,7 +127,7 @@ _KEYS = (
     ("page up, page down", "scroll by a screen"),
     ("home, end", "scroll to the first or last line"),
 )
-_MEANINGS: Mapping[str, str] = MappingProxyType({
+MEANINGS: Mapping[str, str] = MappingProxyType({
     "rank": "the rank; * marks the slowest one",
     "steps": "optimizer steps since the start of this attempt",
     "batches": "batches of this epoch, of those that its loader has",
@@ -143,12 +144,13 @@ _MEANINGS: Mapping[str, str] = MappingProxyType({
     "location": "in a collective now, or after the newest one, with its line; without collectives, the part of the step",
     "last lines": "the last logged values, with a sparkline of those before",
 })  # fmt: skip
+"""The columns of the table, and what they mean."""
 
 
 def build_help(width: int, height: int, *, first: int = 0) -> Group:
     """Return the keys and the meaning of the columns, from a line on."""
     lines = [Text("Keys", style="bold")]
-    for title, entries in (("", _KEYS), ("Columns", tuple(_MEANINGS.items()))):
+    for title, entries in (("", _KEYS), ("Columns", tuple(MEANINGS.items()))):
         if title:
             lines += [Text(), Text(title, style="bold")]
         size = max(len(name) for name, _ in entries)

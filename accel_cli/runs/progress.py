@@ -40,6 +40,7 @@ class RunProgress:
     run: str
     """The id of the run."""
     state: RunState
+    """`starting` (no step and no Accelerator yet), `running` or `stalled`; at the end `succeeded`, `failed`, or `stopped` by a signal."""
     exit_code: int | None = None
     """The exit code of the launch; None until its end."""
     steps: int = 0
@@ -53,14 +54,14 @@ class RunProgress:
     steps_per_s: float | None = None
     """Steps per second over the last steps; None before the second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The last logged number of each metric."""
+    """The last logged number of each metric, by name; in JSON, NaN and infinity are text."""
     health: Health = field(default_factory=Health)
     world_size: int | None = None
     """The number of ranks on all nodes; None before they start."""
     nodes: int | None = None
     """The number of nodes; None before the ranks start."""
     goodput: Goodput | None = None
-    """The wall time until now, by what it was used for; None before the first step, or if it is not known."""
+    """The wall time until now, by what it was used for, in JSON the productive share; None before the first step, or if unknown."""
 
     @classmethod
     def read(cls, run: RunFolder) -> RunProgress:
@@ -100,7 +101,7 @@ class RunProgress:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the progress as JSON data, in which numbers that JSON does not have are text; the docs list the fields."""
+        """Return the progress as JSON data, in which numbers that JSON does not have are text."""
         return {
             "time": self.time,
             "run": self.run,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from accel_cli.runs.heartbeats import Beat, Totals
@@ -20,6 +21,8 @@ from accel_cli.runs.usage import read_gpu_usage, read_rss
 from accel_runtime.storage.file_system import is_process_running
 
 __all__ = [
+    "RANK_FIELDS",
+    "RUN_FIELDS",
     "Goal",
     "MetricSeries",
     "RankSnapshot",
@@ -47,6 +50,57 @@ _STEPS = re.compile(
 _MAX_GOAL = 1e12
 """Larger numbers stand for a run without an end."""
 _RESUME = re.compile(r"--?resume|--?(start|initial)[-_]epoch")
+RUN_FIELDS: Mapping[str, str] = MappingProxyType({
+    "run": "id of the run",
+    "script": "the script as it was typed",
+    "state": "`running`, `exit code N`, or why neither is known",
+    "running": "true while it runs on this machine",
+    "exit_code": "exit code of the launch, at its end",
+    "time": "of the snapshot, or of the end of the run, in seconds since 1970",
+    "started": "start, in seconds since 1970",
+    "elapsed_s": "run time in seconds",
+    "eta_s": "seconds until the end of the run",
+    "attempt": "number of the attempt, from 0, which is the number of restarts",
+    "restart_reason": "reason of the last restart",
+    "failure": "first failure",
+    "world_size": "number of ranks on all nodes",
+    "slowest_rank": "the marked rank",
+    "samples_per_s": "samples of all ranks per second, over the last steps",
+    "tokens_per_s": "tokens of all ranks per second",
+    "flops_per_s": "floating-point operations of all ranks per second",
+    "mfu": "model FLOP/s utilization, from 0 to 1",
+    "ranks": "list of the ranks on this node, below",
+    "metrics": "logged metrics by name: `value` (number or text), `step` and `recent`, the last values",
+})  # fmt: skip
+"""The fields of a run as JSON data."""
+RANK_FIELDS: Mapping[str, str] = MappingProxyType({
+    "rank": "rank",
+    "pid": "process id",
+    "state": "`starting` (no step and no Accelerator yet), `running`, `ended`, `failed` or `killed`",
+    "steps": "optimizer steps of this attempt",
+    "batches": "batches of this attempt",
+    "collectives": "collectives of accel in this attempt",
+    "steps_per_s": "steps per second, over the last steps",
+    "steps_per_s_mean": "steps per second, over the attempt",
+    "own_time_s": "own time per step, in seconds",
+    "data_time_s": "time of a step in which the script waits for a batch",
+    "forward_time_s": "time of the forward pass",
+    "backward_time_s": "time of the backward pass",
+    "update_time_s": "time from the backward pass to the end of the optimizer step",
+    "rest_time_s": "time between steps",
+    "wait_time_s": "time in which the rank waits for others",
+    "last_step_age_s": "seconds since the last step",
+    "last_progress_age_s": "seconds since the last step, batch or collective",
+    "epoch": "number of the epoch, from 0",
+    "epoch_batches": "batches of the epoch until now",
+    "epoch_length": "batches of the epoch, if its loader has a length",
+    "eta_s": "seconds until the end of the epoch",
+    "location": "location, as in the column",
+    "rss_bytes": "resident memory of the process",
+    "gpu_memory_bytes": "GPU memory of the process",
+    "gpu_utilization_percent": "utilization of its GPU",
+})  # fmt: skip
+"""The fields of a rank as JSON data."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +203,7 @@ class RankSnapshot:
         return self.beat.compute_eta(self.now) if self.beat and self.state == "running" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as JSON data; the docs list the fields."""
+        """Return the state as JSON data, with the fields of `RANK_FIELDS`."""
         beat, parts = self.beat, self.parts
         return {
             "rank": self.rank,
@@ -298,7 +352,7 @@ class RunSnapshot:
         return find_slowest(self.own_times, 1 / max(rates) if rates else 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the snapshot as JSON data; the docs list the fields."""
+        """Return the snapshot as JSON data, with the fields of `RUN_FIELDS`."""
         return {
             "run": self.run,
             "script": self.script,

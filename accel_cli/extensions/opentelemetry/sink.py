@@ -21,7 +21,7 @@ from accel_cli.runs.progress import ProgressSink, RunProgress
 from accel_cli.runs.run_dir import RunFolder
 from accel_runtime.environment.installation import format_install
 
-__all__ = ["OpenTelemetry"]
+__all__ = ["GAUGES", "OpenTelemetry"]
 
 _TIMEOUT_S = 3
 """The seconds of an export with its retries, unless a variable sets them: at its end, a launch waits for five."""
@@ -123,7 +123,7 @@ class OpenTelemetry(ProgressSink):
         reader = PeriodicExportingMetricReader(_import_exporter("metrics", self._environ))
         provider = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         meter = provider.get_meter("accel")
-        for name, (unit, text) in _GAUGES.items():
+        for name, (unit, text) in GAUGES.items():
             meter.create_observable_gauge(f"accel.{name}", [partial(self._observe, name)], unit, text)
         return provider
 
@@ -135,7 +135,7 @@ class OpenTelemetry(ProgressSink):
         return [Observation(value, attributes) for value, attributes in values]
 
 
-_GAUGES = {
+GAUGES = {
     "steps": ("{step}", "Optimizer steps of this attempt, of the rank that is behind the others."),
     "steps_per_second": ("{step}/s", "Optimizer steps per second, over the last steps."),
     "fraction": ("1", "Part of the run that is done, from 0 to 1."),
