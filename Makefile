@@ -45,9 +45,8 @@ demo: $(DEMO_READY)  ## Set up, then train on real handwritten digits on 2 proce
 	@printf '\nThat was examples/digits.py: a plain training loop with five changed lines, on 2 processes. Next:\n'
 	@printf '  %-27s %s\n' \
 	  'source $(BIN)/activate' 'put accel on your PATH' \
-	  'accel config' 'answer a few questions about this machine' \
-	  'README.md' 'the five lines to change in your script' \
-	  'docs/launch.md' 'the profile of this machine, and what a launch does'
+	  'docs/five-lines.md' 'convert a script of your own with five lines' \
+	  'docs/launch.md' 'launch it on GPUs, machines and clusters, with a profile'
 
 test: $(READY)  ## Set up, then run the tests of the core for every change, and a few of each extension
 	$(BIN)/python $(PYTEST) $(AT_ONCE) -m "(service or not slow) and not full and (smoke or not extension)"
@@ -93,7 +92,7 @@ fmt: $(READY)  ## Format the sources, and apply the fixes of the linter
 docs: $(READY)  ## Serve the docs on http://127.0.0.1:8000
 	$(BIN)/mkdocs serve
 
-bench: $(READY) $(XLA_READY)  ## Compare accel with bare torch, torchrun and Accelerate, and write docs/benchmarks.md and the README's numbers
+bench: $(READY) $(XLA_READY)  ## Compare accel with bare torch, torchrun and Accelerate, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(GPU_READY)  ## Compare accel with bare torch and Accelerate on a GPU, and write docs/benchmarks-gpu.md

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.summary`: write the section "Measured" of the first pages from the pages of the benchmarks."""
+"""Summarize the pages of the benchmarks in one table and one sentence."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ from pathlib import Path
 
 from benchmarks.report import NONE, format_table
 
-__all__ = ["FIRST_PAGES", "summarize", "write_summaries"]
+__all__ = ["DOCS", "summarize"]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-FIRST_PAGES = {DOCS.parent / "README.md": "docs/", DOCS / "index.md": ""}
-"""Pages with the section, and the folder of the documentation in their links."""
-_SECTION = """\
-## Measured
-
-On {machine}, on {date}, beside Accelerate {accelerate} ([all benchmarks]({folder}benchmarks.md)). A small step is
-one of `Linear(4, 4)` with SGD and a schedule. It is CPU time of the training thread, and `+` is what a library or its
-launcher adds; on 2 processes, a library is compared with DDP in the same processes.
+_SUMMARY = """\
+On {machine}, on {date}, beside Accelerate {accelerate} ([all benchmarks](benchmarks.md)). A small step is one of `Linear(4, 4)`
+with SGD and a schedule. It is CPU time of the training thread, and `+` is what a library or its launcher adds; on 2
+processes, a library is compared with DDP in the same processes.
 
 {table}
 
-On one {gpu} with torch {gpu_torch}, on {gpu_date} ([all benchmarks]({folder}benchmarks-gpu.md)): a step under bf16
-takes {resnet} of the time with bare torch for a ResNet, and {transformer} for a transformer of a billion
-parameters. Launching a small step takes {added} µs more CPU time than with bare torch, and {other} µs with Accelerate.
+On one {gpu} with torch {gpu_torch}, on {gpu_date} ([all benchmarks](benchmarks-gpu.md)): a step under bf16 takes {resnet} of
+the time with bare torch for a ResNet, and {transformer} for a transformer of a billion parameters. Launching a small step
+takes {added} µs more CPU time than with bare torch, and {other} µs with Accelerate.
 """
 _INTRODUCTION = re.compile(
     r"Accelerate (?P<accelerate>\S+)\. .*This run was on (?P<date>\S+), on (?P<machine>[^\n]+)\.\n", re.DOTALL
@@ -33,21 +29,11 @@ _GPU_INTRODUCTION = re.compile(
 )
 
 
-def write_summaries() -> None:
-    """Replace the section in each page."""
-    for page, folder in FIRST_PAGES.items():
-        text = page.read_text(encoding="utf-8")
-        before, _, rest = text.partition("## Measured\n")
-        after = rest[rest.index("\n## ") :]
-        page.write_text(before + summarize(folder) + after, encoding="utf-8")
-
-
-def summarize(folder: str) -> str:
-    """Return the section of a page whose links to the documentation begin with `folder`."""
+def summarize() -> str:
+    """Return the table and the sentence, for a page of the documentation."""
     text, gpu = ((DOCS / name).read_text(encoding="utf-8") for name in ("benchmarks.md", "benchmarks-gpu.md"))
     medians = _read_medians(gpu)
-    return _SECTION.format(
-        folder=folder,
+    return _SUMMARY.format(
         table=format_table(("", "no library", "accel", "Accelerate"), _build_rows(_read_medians(text))),
         resnet=medians["ResNet, bf16: accel"][1],
         transformer=medians["transformer of a billion, bf16: accel"][1],
@@ -103,7 +89,3 @@ def _build_rows(medians: dict[str, list[str]]) -> list[tuple[str, ...]]:
             NONE,
         ),
     ]
-
-
-if __name__ == "__main__":
-    write_summaries()

@@ -49,7 +49,7 @@ from accel_cli.main import accel
 from accel_cli.profile.schema import known_keys
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.settings import Settings
-from benchmarks.summary import FIRST_PAGES, summarize
+from benchmarks.summary import summarize
 
 CONSOLES = [block for block in ALL if block.language == "console"]
 FAST = {"docs/launching.md", "docs/slurm.md"}
@@ -191,21 +191,26 @@ def test_every_option_of_torchrun_is_on_its_page() -> None:
     assert not {option for option in dashed - {"--help"} if not re.search(rf"{option}\b", text)}
 
 
-def test_the_two_first_pages_compare_alike() -> None:
-    """The landing page and the README have the same comparisons."""
-    tables = [
-        [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-        for page in (ROOT / "README.md", DOCS / "index.md")
+def test_accel_is_compared_with_others_on_one_page() -> None:
+    header = "| | accel | Accelerate | Fabric | torchrun |"
+    assert [name(page) for page in PAGES if header in page.read_text(encoding="utf-8")] == [
+        "docs/when-not.md"
     ]
-    shown, landing = tables
-    assert len(shown) > 10
-    assert [line for line in landing if line in shown] == shown
 
 
-@pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda page: page.name)
-def test_the_numbers_of_a_first_page_are_those_of_the_benchmarks(page: Path) -> None:
-    """`make bench` writes both; `python -m benchmarks.summary` writes the first pages after `make bench-gpu`."""
-    assert summarize(FIRST_PAGES[page]) in page.read_text(encoding="utf-8")
+def test_the_summary_of_the_benchmarks_has_the_numbers_of_their_pages() -> None:
+    pages = "".join((DOCS / f"benchmarks{part}.md").read_text(encoding="utf-8") for part in ("", "-gpu"))
+    table, sentence = (part for part in summarize().split("\n\n")[1:])
+    cells = re.findall(r"[\d.]+(?= (?:µs|ms|MiB))", table)
+    assert len(cells) > 15
+    for number in [*cells, *re.findall(r"\d\.\d{3}|\d+(?:\.\d+)?(?= µs)", sentence)]:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", pages), number
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/when-not.md"])
+def test_times_of_a_first_page_are_in_the_summary_of_the_benchmarks(page: str) -> None:
+    times = re.findall(r"[\d.]+ µs", (ROOT / page).read_text(encoding="utf-8"))
+    assert set(times) <= set(re.findall(r"[\d.]+ µs", summarize()))
 
 
 def test_every_message_of_accel_under_troubleshooting_is_in_the_sources() -> None:

@@ -74,14 +74,17 @@ class Elsewhere(NamedTuple):
 OF_ANOTHER_DISTRIBUTION = "tests/integration/test_third_party_launcher.py"
 """The test of the page whose options and keys are those of another distribution."""
 ELSEWHERE = {
-    "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/launch.md"),
+    "git clone REPOSITORY_URL accel && cd accel": Elsewhere("needs a place to clone from", ".ci/run"),
+    "make demo": Elsewhere("makes an environment; the example itself runs there", "docs/install.md"),
     "source .venv/bin/activate": Elsewhere("this test's environment is on the PATH", "Makefile"),
     "make test": Elsewhere("runs this test", ".ci/run"),
     "make test-gpu PYTHON=python3": Elsewhere("needs a GPU", "tests/test_gpu.py"),
     "python docs/gpu_page.py build/gpu-report.json": Elsewhere("needs a GPU's report", "tests/test_gpu.py"),
     "make check": Elsewhere("lints the repository", ".ci/run"),
     "git clone PATH_TO_ACCEL accel": Elsewhere("needs a place to clone from", ".ci/run"),
-    "python -m pip install -e .": Elsewhere("changes the environment that runs this test", "Makefile"),
+    "python -m pip install git+REPOSITORY_URL": Elsewhere(
+        "changes the environment that runs this test", "tests/integration/test_fresh_environment.py"
+    ),
     "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu": Elsewhere(
         "needs the index of PyTorch", "constraints.txt"
     ),
@@ -412,7 +415,7 @@ def _check_words(words: list[str], *, fails: bool) -> None:
         unknown = {name for name in environ if name.startswith("ACCEL_")} - _VARIABLES
         assert not unknown, f"no variable {unknown}"
     for number, word in enumerate(words):
-        if word == "accel" and words[0] != "git":
+        if word == "accel" and words[0] not in {"cd", "git"}:
             _check_accel(_GROUP, "accel", words[number + 1 :], fails=fails)
         elif word.startswith("examples/"):
             source = (ROOT / word).read_text(encoding="utf-8")
