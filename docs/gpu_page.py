@@ -16,19 +16,15 @@ KEPT = ROOT / "docs" / "gpu-report.json"
 PAGE = ROOT / "docs" / "gpu.md"
 TITLE = "# Tests on a GPU\n"
 TEXT = """\
-This page lists when each feature was last tested on a GPU. `docs/gpu_page.py` generates it from the reports of
-`make test-gpu`, which runs the tests marked `gpu`. A feature works if all of its tests that could run have passed. All other
-tests run on the CPU, over gloo.
-
-To run the tests on a machine with a GPU, in a source tree, with the installed torch:
+When each feature was last tested on a GPU, by the tests marked `gpu`; all others run on the CPU, over gloo. A feature works if all of its tests that
+could run have passed. To run them on a machine with a GPU, in a source tree, with the installed torch, and to add the report to this page:
 
 ```console
 $ make test-gpu PYTHON=python3
 $ python docs/gpu_page.py build/gpu-report.json
 ```
 
-The run takes at most 8 minutes and needs no network. Its first line names missing packages. It writes into `build/`, or into
-the directory in `OUT`.
+The run takes at most 8 minutes and needs no network. It writes into `build/`, or into the directory in `OUT`.
 """
 
 
@@ -75,26 +71,29 @@ def merge_report(kept: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]
 
 def render_page(kept: dict[str, Any]) -> str:
     """Return the page."""
-    rows = ["| Feature | Last success | Device |", "| --- | --- | --- |"]
+    rows = ["| Feature | Last success | Machine |", "| --- | --- | ---: |"]
+    machines: dict[str, int] = {}
     for name in list_features():
         last = kept.get(name, {"worked": None, "failed": None})
         worked, failed = last["worked"], last["failed"]
-        when, device = "not yet run on a GPU", ""
+        when, machine = "not yet run on a GPU", ""
         if worked:
             tests = f"{worked['passed']} tests" + (
                 f", {worked['skipped']} skipped" if worked["skipped"] else ""
             )
-            when, device = f"{worked['date']} ({tests})", describe_device(worked)
+            when, machine = f"{worked['date']} ({tests})", describe_machine(worked)
         elif failed:
             when = "never"
         if failed:
             when += f"; failed on {failed['date']}: {', '.join(failed['tests'])}"
-            device = device or describe_device(failed)
-        rows.append(f"| {name} | {when} | {device} |")
-    return "\n".join([TITLE, TEXT, *rows, ""])
+            machine = machine or describe_machine(failed)
+        number = machines.setdefault(machine, len(machines) + 1) if machine else ""
+        rows.append(f"| {name} | {when} | {number} |")
+    found = [f"\nMachine {number}: {machine}." for machine, number in machines.items()]
+    return "\n".join([TITLE, TEXT, *rows, *found, ""])
 
 
-def describe_device(run: dict[str, Any]) -> str:
+def describe_machine(run: dict[str, Any]) -> str:
     """Return the devices and versions of a run of the tests."""
     return f"{run['gpus']} × {run['gpu']}, torch {run['torch']}, Python {run['python']}"  # noqa: RUF001
 

@@ -141,8 +141,9 @@ def test_the_page_lists_the_last_success_and_a_later_failure(gpu_page):
     later = gpu_page.merge_report(first, build_report(fully_shard=(2, 1, 0)) | {"date": "2027-02-03"})
     assert later["fully shard"]["worked"]["date"] == "2027-01-02"
     assert later["fully shard"]["failed"]["tests"] == ["f0"]
-    row = read_rows(gpu_page.render_page({"fully_shard": later["fully shard"]}))["fully_shard"]
-    assert row.startswith("2027-01-02 (3 tests, 1 skipped); failed on 2027-02-03: f0 | 1 × A, torch 2.11")  # noqa: RUF001
+    page = gpu_page.render_page({"fully_shard": later["fully shard"]})
+    assert read_rows(page)["fully_shard"] == "2027-01-02 (3 tests, 1 skipped); failed on 2027-02-03: f0 | 1"
+    assert "\nMachine 1: 1 × A, torch 2.11" in page  # noqa: RUF001
     passed = gpu_page.merge_report(later, build_report(fully_shard=(4, 0, 0)) | {"date": "2027-03-04"})
     assert passed["fully shard"]["failed"] is None
 

@@ -69,6 +69,18 @@ function look() {
 }
 look()
 """
+ROWS = """
+const [selector, done] = arguments, end = performance.now() + 10000
+function look() {
+  const rows = {}
+  for (const box of [...document.querySelectorAll(selector)].map(e => e.getBoundingClientRect())) {
+    rows[Math.round(box.top)] = (rows[Math.round(box.top)] || 0) + 1
+  }
+  const counts = Object.values(rows)
+  new Set(counts).size > 1 && performance.now() < end ? setTimeout(look, 50) : done(counts)
+}
+look()
+"""
 READ = """
 const links = [...document.querySelectorAll("a[href]")].map(a => a.href)
 const next = document.querySelector(".md-footer__link--next")
@@ -172,6 +184,17 @@ def check_pages(site: Path, address: str, browser: WebDriver, views: Mapping[str
     pages = {f"{address}{file.parent.relative_to(site).as_posix()}/" for file in site.rglob("index.html")}
     assert set(links) == {page.replace("/./", "/") for page in pages}, "the navigation leads to every page"
     assert not problems, "\n".join(problems)
+
+
+def test_no_card_or_button_of_the_first_page_is_left_over_on_a_desktop(
+    address: str, browser: WebDriver
+) -> None:
+    resize(browser, "desktop")
+    browser.get(address)
+    cards = browser.execute_async_script(ROWS, ".grid.cards > ul > li")
+    assert sum(cards) == 4
+    assert len(set(cards)) == 1
+    assert browser.execute_async_script(ROWS, ".start-buttons a") == [3]
 
 
 def test_the_menu_of_a_phone_leads_to_a_page(address: str, browser: WebDriver) -> None:
