@@ -19,23 +19,30 @@ from typer.core import TyperArgument, TyperGroup
 
 import accel_runtime
 from accel_cli import errors
+from accel_cli.accelerate.config_conversion import JOB_RULES
+from accel_cli.accelerate.config_values import OFF, AccelerateConfig, KeyRule
 from accel_cli.extensions.opentelemetry.sink import GAUGES
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import accel
 from accel_cli.planning import nodes
+from accel_cli.planning.launch_options import list_foreign_options, normalize_option
 from accel_cli.profile.schema import SETTINGS_SECTIONS, Profile
 from accel_cli.runs.goodput import CAUSES
 from accel_cli.runs.live_view import MEANINGS
 from accel_cli.runs.progress import RunProgress
 from accel_cli.runs.prometheus import METRICS, CounterMetricFamily
 from accel_cli.runs.snapshot import RANK_FIELDS, RUN_FIELDS
+from accel_runtime.accelerate.package import PACKAGE_NAMES
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.accelerate import launch, missing_names
+from accel_runtime.environment.accelerate.setting import Choices, Setting
 from accel_runtime.environment.engines import ENGINES
 from accel_runtime.environment.settings import Settings
 from accel_runtime.extensions.xla import ROUNDING
 
 __all__ = [
+    "accelerate_page",
     "cli_page",
     "errors_page",
     "metrics_page",
@@ -64,6 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/variables.md": variables_page(),
         "reference/errors.md": errors_page(),
         "reference/metrics.md": metrics_page(),
+        "reference/accelerate.md": accelerate_page(),
     }
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
@@ -420,6 +428,110 @@ def _exceptions(module: Any) -> Iterator[Any]:
 def _find_import(item: Any) -> str:
     """Return the module from which a script imports a class."""
     return "accel_runtime" if item.name in accel_runtime.__all__ else item.module.path
+
+
+# Accelerate ----------------------------------------------------------------------------
+
+
+def accelerate_page() -> str:
+    """Return the page of Accelerate's keys, options, variables and names, from the tables that translate or refuse them."""
+    header = ("Key", "Option", "Variable", "In accel")
+    parts = ["# Names of Accelerate", _ACCELERATE, "## Keys, options and variables", _TRANSLATED]
+    in_sections = {setting for section in launch.SECTIONS for setting in section.settings}
+    general = [setting for setting in launch.list_settings() if setting not in in_sections]
+    parts += ["### Processes, devices and formats", _table(header, _accelerate_rows(general))]
+    for section in launch.SECTIONS:
+        rows = _accelerate_rows(section.settings, in_section=True)
+        rows += [("all others", "", "", section.reason)] if section.reason else []
+        parts += [f"### `{section.key}`", _table(header, rows)]
+    for name in JOB_RULES.names:
+        job = JOB_RULES[name]
+        own = [setting for setting in job.settings if setting not in launch.COMMON]
+        keys = {setting.key: _meaning_of(setting) for setting in own}
+        keys |= {f"{job.section}.{key}": _format_rule(rule) for key, rule in job.arguments.items()}
+        rows = [(f"`{key}`", _cell(text)) for key, text in keys.items() if text]
+        parts += [f"### `compute_environment: {job.environment}`", _JOB, _table(("Key", "In accel"), rows)]
+    above = {normalize_option(option) for option, _ in launch.list_options()}
+    options = [
+        (
+            f"`{'-' if len(option) == 1 else '--'}{option}{'*' if option.endswith('-') else ''}`",
+            foreign.advice,
+        )
+        for option, foreign in list_foreign_options().items()
+        if option not in above
+    ]
+    parts += ["## Options of other launchers", _FOREIGN, _table(("Option", "Instead"), options)]
+    missing = [(_cell(subject), _list_code(names)) for subject, names, _ in missing_names.MISSING_NAMES]
+    parts += [
+        "## Unsupported names",
+        _MISSING,
+        _table(("Subject, and what to use instead", "Names"), missing),
+    ]
+    parts.append(f"These modules do not exist: {_list_code(missing_names.MISSING_MODULES)}.")
+    differing = [(_list_code(functions), _cell(text)) for functions, text in missing_names.PARAMETERS]
+    parts += ["## Parameters that differ", _table(("Names", "In accel"), differing)]
+    taken = [(f"`{module}`", _list_code(sorted(names))) for module, names in PACKAGE_NAMES.items()]
+    parts += ["## Names that are taken from Accelerate", _TAKEN, _table(("Module", "Names"), taken)]
+    return "\n\n".join(parts) + "\n"
+
+
+_ACCELERATE = """\
+Generated from the tables that accel translates and refuses by, for Accelerate 1.15.0. [Migrate from
+Accelerate](../coming-from-accelerate.md) lists the differences in behaviour."""
+_TRANSLATED = """\
+A key of the configuration file is what `accel config import` and `--config-file` read, an option is one of `accelerate
+launch`, and a variable one that its launcher sets. Each means the key of the [profile](profile.md) in the last column, or
+has no counterpart for the reason there."""
+_JOB = "These keys become the section `launcher` of the job; the others are those above."
+_FOREIGN = """\
+`accel launch` translates an option above that has one meaning here, and those of torchrun [in the
+table](../from-torchrun.md#options). It refuses all others with this advice; `*` stands for the rest of a name."""
+_MISSING = """\
+Importing one of these names is an `ImportError`, reading a member an `AttributeError`, and passing an argument a
+`TypeError`. This table and the next are complete: a test compares them with the public interface of Accelerate, which is
+the names of `accelerate`, of `accelerate.utils` and of the modules that training scripts import from, with members of classes
+and parameters."""
+_TAKEN = """\
+They are those of the installed `accelerate`; without it, importing one is an `ImportError` with the command that installs it."""
+
+
+def _accelerate_rows(settings: Iterable[Setting], *, in_section: bool = False) -> list[tuple[str, ...]]:
+    """Return the rows of settings with a key, an option or a variable; in a section, each key is an option too."""
+    rows = []
+    for setting in settings:
+        is_option = in_section or setting.advice or setting in (launch.MIXED_PRECISION, launch.GPU_IDS)
+        options = setting.options or ((setting.key,) if setting.key and is_option else ())
+        names = (
+            [setting.key] if setting.key else [],
+            [f"--{option}" for option in options],
+            [setting.variable] if setting.variable else [],
+        )
+        if any(names):
+            rows.append((*map(_list_code, names), _meaning_of(setting) or "no effect"))
+    return rows
+
+
+def _meaning_of(setting: Setting) -> str:
+    """Return the key of the profile that a setting means, or why it means none; empty if neither is known."""
+    reasons = (setting.equivalent, setting.reason, setting.instead, setting.advice)
+    texts = [f"`{setting.profile_key}`" if setting.profile_key else next(filter(None, reasons), "")]
+    texts += [f"the variable is rejected: {setting.refusal}"] if setting.refusal else []
+    if isinstance(setting.values, Choices):
+        reasons_of: dict[str, list[str]] = {reason: [] for reason in setting.values.refused.values()}
+        for value, reason in setting.values.refused.items():
+            reasons_of[reason].append(value)
+        texts += [f"{_list_code(values)}: {reason}" for reason, values in reasons_of.items()]
+    return _cell("; ".join(filter(None, texts)))
+
+
+def _format_rule(rule: KeyRule) -> str:
+    """Return the key of the profile that an argument becomes, or why it becomes none; empty for a section."""
+    text = rule.convert("", AccelerateConfig()).text
+    return f"`{rule.target}`" if rule.target else "" if text == OFF.text else text
+
+
+def _list_code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _format_docstring(item: Any) -> str:

@@ -331,7 +331,7 @@ RUNTIME = (
         (
             "tests/runtime/checkpoint/test_exact_resume.py::test_scripts_that_skip_batches_after_load_state_continue_from_every_step",
             "tests/runtime/accelerate/test_unchanged_scripts.py::test_the_members_of_the_accelerator_can_be_read_and_assigned",
-            "tests/runtime/test_differences.py::test_the_page_lists_every_difference_and_no_other",
+            "tests/runtime/test_differences.py::test_the_lists_have_every_difference_and_no_other",
         ),
         "order of an epoch that is begun again",
     ),

@@ -255,6 +255,7 @@ WORDS_ELSEWHERE = {
         "accel_runtime/accelerator/accelerator.py": "deepspeed",
         "accel_runtime/accelerator/state.py": "deepspeed",
         "accel_runtime/environment/accelerate/launch.py": "aws deepspeed sagemaker tpu xla",
+        "accel_runtime/environment/accelerate/missing_names.py": "clearml deepspeed torch_xla tpu xla",
         "accel_runtime/environment/accelerate/sharding.py": "deepspeed slurm ssh zero2 zero3 zero_3 zero_stage",
         "accel_runtime/environment/accelerate/variables.py": "deepspeed",
         # `RNGType`, and `LoggerType` with its members.

@@ -1,4 +1,4 @@
-"""The page for users of Accelerate lists every difference of the two interfaces, and no other."""
+"""The lists of missing names and parameters, which the reference has, name every difference of the two interfaces, and no other."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import ast
 import importlib
 import inspect
 import json
-import re
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from support.sources.describe_surface import PATH, describe_object
 
 from accel_runtime.accelerate.package import PACKAGE_NAMES
+from accel_runtime.environment.accelerate.missing_names import MISSING_NAMES, PARAMETERS
 from accel_runtime.tracking import TRACKERS
 
-PAGE = Path(__file__).parents[2] / "docs" / "coming-from-accelerate.md"
 PLACED = {"POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD"}
 REFUSED = {"MegatronLMDummyScheduler"}
 """Classes that can be imported but not created: their members and parameters are not compared."""
@@ -131,16 +129,10 @@ def is_same_default(our_default, their_default):
     return our_default is not None and ast.literal_eval(our_default) == ast.literal_eval(their_default)
 
 
-def read_documented_names():
-    """Return the names in the column `Names` of the tables in the last two sections of the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    names, column = [], None
-    for line in text[text.index("## Unsupported names") :].splitlines():
-        cells = [cell.strip() for cell in line.split("|")]
-        if "Names" in cells:
-            column = cells.index("Names")
-        elif len(cells) > 1 and column is not None:
-            names += re.findall(r"`([^`]+)`", cells[column])
+def list_documented_names():
+    """Return the names of both lists, one for each parameter."""
+    names = [name for entry in MISSING_NAMES for name in entry.names]
+    names += [name for entry in PARAMETERS for name in entry.functions]
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
     return {spelled for name in names for spelled in spell_out(name)}
 
@@ -155,8 +147,8 @@ def spell_out(name):
     )
 
 
-def test_the_page_lists_every_difference_and_no_other(differences):
-    named = read_documented_names()
+def test_the_lists_have_every_difference_and_no_other(differences):
+    named = list_documented_names()
     missing, obsolete = sorted(differences - named), sorted(named - differences)
-    assert not missing, "differences that the page does not list"
-    assert not obsolete, "names on the page that do not differ"
+    assert not missing, "differences that no list has"
+    assert not obsolete, "names in a list that do not differ"

@@ -12,6 +12,7 @@ import libcst as cst
 from accel_cli.extensions.migrate.edits import Edits
 from accel_cli.extensions.migrate.findings import Finding
 from accel_cli.extensions.migrate.script import Script, to_code
+from accel_runtime.environment.accelerate import missing_names
 
 __all__ = [
     "MISSING_MEMBERS",
@@ -22,34 +23,19 @@ __all__ = [
     "convert_accelerate",
 ]
 
-MISSING_MODULES = re.compile(
-    r"accelerate\.(?:checkpointing|commands|inference|memory_utils|test_utils|utils\.(?:ao|bnb|megatron_lm|rich|torch_xla|tqdm|"
-    r"transformer_engine))(?:\.|$)"
+_NAMES = tuple(
+    name for entry in missing_names.MISSING_NAMES if not entry.is_importable for name in entry.names
 )
-_MISSING_NAMES = """
-    AORecipeKwargs AbstractTrainStep BertTrainStep BnbQuantizationConfig DataLoaderAdapter DataLoaderStateMixin
-    DeepSpeedSequenceParallelConfig FP8RecipeKwargs GPTTrainStep GatheredParameters
-    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME MSAMPRecipeKwargs MegatronLMDummyDataLoader MegatronLMPlugin
-    OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME
-    SkipDataLoader T5TrainStep TERecipeKwargs TORCH_LAUNCH_PARAMS ThreadLocalSharedDict TorchTensorParallelPlugin
-    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION add_model_config_to_megatron_parser apply_fp8_autowrap
-    avg_losses_across_data_parallel_group check_cuda_fp8_capability compile_regions_deepspeed compile_regions_fsdp2
-    contextual_fp8_autocast convert_model convert_model_to_fp8_ao deepspeed_required disable_fsdp_ram_efficient_loading
-    do_nothing enable_fsdp_ram_efficient_loading ensure_weights_retied filter_first_and_last_linear_layers
-    filter_trackers fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model
-    fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler get_model_tp_size has_4bit_bnb_layers has_ao_layers
-    has_transformer_engine_layers install_xla load_and_quantize_model model_has_dtensor move_to_device
-    patch_optimizer_step prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
-    prepare_simple_launcher_cmd_env prepare_tpu test_launch torchao_required
-"""
-MISSING_NAMES = frozenset(_MISSING_NAMES.split())
+_MODULES = (
+    *missing_names.MISSING_MODULES,
+    *(name for name in _NAMES if name.startswith("accelerate.")),
+)
+MISSING_MODULES = re.compile(f"(?:{'|'.join(map(re.escape, _MODULES))})(?:\\.|$)")
+MISSING_NAMES = frozenset(name for name in _NAMES if name.isidentifier())
 """The names of modules of Accelerate that accel does not have in the module of the same path."""
-_MISSING_MEMBERS = """
-    ao_recipe_handler deepspeed_config deepspeed_engine_wrapped deepspeed_ulysses_dl_adapter delayed_fp8_autocast
-    flag_tensor fp8_backend fp8_enabled fp8_recipe_handler has_fp8_handler has_lomo_optimizer lomo_backward
-    msamp_recipe_handler pipeline_parallel_rank te_recipe_handler
-"""
-MISSING_MEMBERS = frozenset(_MISSING_MEMBERS.split())
+MISSING_MEMBERS = frozenset(
+    match[1] for name in _NAMES if (match := re.fullmatch(r"Accelerator\.(\w+)", name))
+)
 """The methods and attributes of Accelerate's `Accelerator` that accel's does not have."""
 PRIVATE_MEMBERS = frozenset({"_models", "_optimizers", "_schedulers"})
 """Those that published scripts read, and that accel has."""

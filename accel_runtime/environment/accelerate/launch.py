@@ -95,7 +95,7 @@ MIXED_PRECISION = Setting(
     profile_key="mixed_precision",
     hint=" Set ACCEL_MIXED_PRECISION to bf16, fp16 or no.",
 )
-FP16 = Setting("fp16", values="boolean")
+FP16 = Setting("fp16", values="boolean", equivalent="mixed_precision: fp16")
 USE_CPU = Setting(
     "use_cpu",
     is_switch=True,
