@@ -435,14 +435,14 @@ def _find_import(item: Any) -> str:
 
 def accelerate_page() -> str:
     """Return the page of Accelerate's keys, options, variables and names, from the tables that translate or refuse them."""
-    header = ("Key", "Option", "Variable", "In accel")
+    header = ("Key and option", "Variable", "In accel")
     parts = ["# Names of Accelerate", _ACCELERATE, "## Keys, options and variables", _TRANSLATED]
     in_sections = {setting for section in launch.SECTIONS for setting in section.settings}
     general = [setting for setting in launch.list_settings() if setting not in in_sections]
     parts += ["### Processes, devices and formats", _table(header, _accelerate_rows(general))]
     for section in launch.SECTIONS:
         rows = _accelerate_rows(section.settings, in_section=True)
-        rows += [("all others", "", "", section.reason)] if section.reason else []
+        rows += [("all others", "", section.reason)] if section.reason else []
         parts += [f"### `{section.key}`", _table(header, rows)]
     for name in JOB_RULES.names:
         job = JOB_RULES[name]
@@ -481,7 +481,7 @@ Accelerate](../coming-from-accelerate.md) lists the differences in behaviour."""
 _TRANSLATED = """\
 A key of the configuration file is what `accel config import` and `--config-file` read, an option is one of `accelerate
 launch`, and a variable one that its launcher sets. Each means the key of the [profile](profile.md) in the last column, or
-has no counterpart for the reason there."""
+has no counterpart for the reason there. Each key of a section is an option too: `--zero_stage`, `--fsdp_version`."""
 _JOB = "These keys become the section `launcher` of the job; the others are those above."
 _FOREIGN = """\
 `accel launch` translates an option above that has one meaning here, and those of torchrun [in the
@@ -499,15 +499,15 @@ def _accelerate_rows(settings: Iterable[Setting], *, in_section: bool = False) -
     """Return the rows of settings with a key, an option or a variable; in a section, each key is an option too."""
     rows = []
     for setting in settings:
-        is_option = in_section or setting.advice or setting in (launch.MIXED_PRECISION, launch.GPU_IDS)
+        is_option = setting.advice or setting in {launch.MIXED_PRECISION, launch.GPU_IDS}
         options = setting.options or ((setting.key,) if setting.key and is_option else ())
-        names = (
-            [setting.key] if setting.key else [],
-            [f"--{option}" for option in options],
-            [setting.variable] if setting.variable else [],
-        )
-        if any(names):
-            rows.append((*map(_list_code, names), _meaning_of(setting) or "no effect"))
+        named = [
+            *([setting.key] if setting.key else []),
+            *(f"--{option}" for option in options if not in_section),
+        ]
+        if named or setting.variable:
+            variables = [setting.variable] if setting.variable else []
+            rows.append((_list_code(named), _list_code(variables), _meaning_of(setting) or "no effect"))
     return rows
 
 
