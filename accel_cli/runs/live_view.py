@@ -138,7 +138,7 @@ MEANINGS: Mapping[str, str] = MappingProxyType({
     "data, forward, backward, update, wait": "parts of a step: waiting for data, forward pass, backward pass, from there to the "
     "end of the optimizer step, waiting for other ranks",
     "last": "time since the last step",
-    "memory": "resident memory of the process of the rank",
+    "memory": "resident memory of the process of the rank, without its data-loader workers",
     "GPU mem, GPU": "GPU memory of the process, and utilization of its GPU",
     "epoch, collectives": "number of the epoch; collectives of accel",
     "location": "in a collective now, or after the newest one, with its line; without collectives, the part of the step",
