@@ -45,15 +45,13 @@ _MAX_LOAD = 0.5
 INTRODUCTION = """\
 # Benchmarks
 
-This page compares accel with bare torch, torchrun and Hugging Face Accelerate {accelerate}. `make bench` generates
-it, and measures everything in one run. This run was on {date}, on {machine}.
+This page compares accel with bare torch, torchrun and Hugging Face Accelerate {accelerate}. `make bench` generates it. This run
+was on {date}, on {machine}.
 
-Compared programs alternate (A B C A B C) for {repeats} rounds, after one round that does not count; measurements
-between processes and of skipping take half as many rounds, since a round repeats them. A cell is the median, with the
-minimum in brackets. `x ÷ accel` divides medians: above 1, accel is faster. A **bold** number below 1 means that accel
-is slower, by more than 5 %, the resolution of such a run. CPU seconds are user and system time of a command and all
-its child processes. Every process has one thread (`OMP_NUM_THREADS=1`) and computes on the CPU; no profile
-or configuration file is used. Accelerate is installed in a separate environment with the same version of torch.
+Compared programs alternate (A B C A B C) for {repeats} rounds, or half as many where a round repeats a measurement, after one
+that does not count. A cell is the median. In **bold**: accel is slower, by more than 5 %, the resolution of such a run. CPU
+seconds are user and system time of a command and all its child processes. Every process computes on the CPU on one thread, without
+profile or configuration file, and with the same torch.
 """
 
 

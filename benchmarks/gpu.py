@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_runtime import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
 from benchmarks.gpu_models import ResNet, Transformer
-from benchmarks.report import NONE, Table, format_number, format_spread
+from benchmarks.report import NONE, Table, format_median, format_number
 
 __all__ = ["Bench", "main"]
 
@@ -35,10 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """\
 # Benchmarks on a GPU
 
-This page compares accel with bare torch{accelerate} on one {gpu}. `make bench-gpu` generates it. Blocks of steps
-alternate within one process. Every number is the median over blocks, with the minimum in brackets, and ratios are
-medians of ratios of neighbouring blocks. Goals: accel ÷ bare at most 1.01; an asynchronous save blocks the script for
-at most a tenth of Accelerate's save.
+This page compares accel with bare torch{accelerate}. `make bench-gpu` generates it. Blocks of steps alternate within one
+process; numbers are medians over blocks. Goals: accel ÷ bare at most 1.01; an asynchronous save blocks the script for at most a
+tenth of Accelerate's save.
 
 {date}, {gpu}, torch {torch}, CUDA {cuda}, Python {python}.
 """
@@ -224,7 +223,7 @@ def format_rows(label: str, times: Times, memory: Mapping[str, str]) -> list[tup
     return [
         (
             f"{label}: {name}",
-            format_spread(own),
+            format_median(own),
             ratio(name),
             added(times.wall, name),
             added(times.cpu, name),

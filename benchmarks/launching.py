@@ -5,17 +5,17 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Callable, Mapping
-from statistics import mean, median
+from statistics import mean
 
 from benchmarks.bench import SCRIPTS, Bench, Run, run_interleaved
-from benchmarks.report import NONE, Table, compare_to_accel, format_number, format_ratio, format_spread
+from benchmarks.report import NONE, Table, format_beside, format_median, format_ratio
 
 __all__ = ["measure_commands", "measure_forked", "measure_imports", "measure_start"]
 
 _COMMANDS_TEXT = """\
-The same task in each group, accel first. The last columns divide by the time of accel. The last two rows are
-lower bounds: a Python that does nothing, and one that imports torch. Goal: `accel --help` takes at most an
-eighth of `accelerate --help`."""
+CPU seconds of the same task in each group, accel first. The last two rows are lower bounds. Goal: `accel --help` takes at
+most an eighth of `accelerate --help`."""
+_COMMANDS_HEADER = ("command", "CPU s", "÷ accel")
 _COMMANDS = (
     ("accel --help", "accelerate --help"),
     ("accel config --help", "accelerate config --help"),
@@ -28,22 +28,22 @@ _COMMANDS = (
 
 
 def measure_commands(bench: Bench) -> Table:
-    """Measure CPU and wall seconds of commands that train nothing."""
+    """Measure CPU seconds of commands that train nothing."""
     programs = {
         command: bench.command(*_locate(bench, command)) for commands in _COMMANDS for command in commands
     }
-    columns = {
-        command: ([run.cpu for run in runs], [run.wall for run in runs])
-        for command, runs in run_interleaved(programs, bench.repeats).items()
-    }
+    runs = run_interleaved(programs, bench.repeats)
+    seconds = {command: [run.cpu for run in results] for command, results in runs.items()}
     rows = [
-        compare_to_accel(f"`{command}`", columns[command], columns[commands[0]])
+        (
+            f"`{command}`",
+            format_median(seconds[command]),
+            NONE if command == commands[0] else format_ratio(seconds[command], seconds[commands[0]]),
+        )
         for commands in _COMMANDS
         for command in commands
     ]
-    return Table(
-        "Commands", _COMMANDS_TEXT, ("command", "CPU s", "wall s", "CPU ÷ accel", "wall ÷ accel"), rows
-    )
+    return Table("Commands", _COMMANDS_TEXT, _COMMANDS_HEADER, rows)
 
 
 def _locate(bench: Bench, command: str) -> list[str]:
@@ -54,12 +54,12 @@ def _locate(bench: Bench, command: str) -> list[str]:
 
 
 _START_TEXT = """\
-The script imports torch and ends. Ready is the time from the start of the command until torch is imported in
-the last of its processes. `python -c 'import torch'` is shown for comparison. Goals: ready with 4 processes in
-at most half of the time of torchrun, with 8 in at most 0.4 of it and at most a fifth more than with 4, and with
-2 in at most 1.8 imports of torch. 8 and 16 processes are compared with torchrun only, in
-half as many rounds."""
-_START_HEADER = ("command", "CPU s", "wall s", "ready s", "CPU ÷ accel", "wall ÷ accel", "ready ÷ accel")
+The script imports torch and ends. Ready is the wall time from the start of the command until torch is imported in the last of
+its processes. Accelerate gets `--cpu` for one process and `--multi_gpu` for several. Goals: ready with 4 processes in at most
+half of the time of torchrun, with 8 in at most 0.4 of it and at most a fifth more than with 4, and with 2 in at most 1.8
+imports of torch."""
+_START_PROGRAMS = ("accel launch", "accel launch, exec", "torchrun", "accelerate launch", "python")
+_START_HEADER = ("", *(f"`{program}`" for program in _START_PROGRAMS))
 _READY = str(SCRIPTS / "ready.py")
 _NPROCS = (2, 4, 8, 16)
 _MANY = 8
@@ -67,12 +67,12 @@ _MANY = 8
 
 
 def measure_start(bench: Bench) -> Table:
-    """Measure CPU and wall seconds of a script that imports torch, and wall seconds to its first line."""
+    """Measure CPU seconds of a script that imports torch, and wall seconds to its first line."""
     single = {
         "accel launch": bench.command(f"{bench.accel}/accel", "launch", _READY),
         "python": bench.command(f"{bench.accel}/python", _READY),
         "torchrun": _build_torchrun(bench, 1),
-        "accelerate launch --cpu": _build_accelerate(bench, "--cpu", "--num_processes", "1"),
+        "accelerate launch": _build_accelerate(bench, "--cpu", "--num_processes", "1"),
     }
     rows = _measure_start(bench, single, nproc=1)
     for nproc in _NPROCS:
@@ -83,7 +83,7 @@ def measure_start(bench: Bench) -> Table:
                 *accel, "--set", "launcher.start_method=exec", _READY
             )
             # `--cpu` starts one process only; `--multi_gpu` starts several on a machine without GPUs too.
-            programs["accelerate launch --multi_gpu"] = _build_accelerate(
+            programs["accelerate launch"] = _build_accelerate(
                 bench, "--multi_gpu", "--num_processes", str(nproc)
             )
         rows += _measure_start(bench, programs, nproc)
@@ -109,19 +109,22 @@ def _find_free_port() -> str:
 
 
 def _measure_start(bench: Bench, programs: dict[str, Callable[[], Run]], nproc: int) -> list[tuple[str, ...]]:
-    """Return the rows for a number of processes; the first is that of accel."""
+    """Return the rows for a number of processes."""
     runs = run_interleaved(programs, bench.repeats if nproc < _MANY else bench.half)
-    columns = {
-        name: (
-            [run.cpu for run in results],
-            [run.wall for run in results],
-            [_ready(run, nproc) for run in results],
-        )
-        for name, results in runs.items()
-    }
-    accel = next(iter(columns.values()))
     count = "1 process" if nproc == 1 else f"{nproc} processes"
-    return [compare_to_accel(f"{count}: `{name}`", values, accel) for name, values in columns.items()]
+    reads: dict[str, Callable[[Run], float]] = {
+        "ready s": lambda run: _ready(run, nproc),
+        "CPU s": lambda run: run.cpu,
+    }
+    rows = []
+    for label, read in reads.items():
+        seconds = {name: [read(run) for run in results] for name, results in runs.items()}
+        cells = (
+            format_beside(seconds[name], seconds["accel launch"]) if name in seconds else NONE
+            for name in _START_PROGRAMS
+        )
+        rows.append((f"{count}: {label}", *cells))
+    return rows
 
 
 def _ready(run: Run, nproc: int) -> float:
@@ -132,18 +135,10 @@ def _ready(run: Run, nproc: int) -> float:
 
 
 _FORKED_TEXT = """\
-Restart is the time from the failure of one of 2 processes until torch is imported again in both. Memory and threads
-are those of 8 ranks that have trained 100 steps of Linear(4, 4) with DDP over gloo, without a library. Memory that
-processes share is divided among them (PSS); that of a command includes its launcher. Goals: a restart takes less
+Restart is the time from the failure of one of 2 processes until torch is imported again in both. Memory (PSS) and threads are
+those of 8 ranks that have trained 100 steps of Linear(4, 4) with DDP over gloo, without a library. Goals: a restart takes less
 than a second, and the memory is at most half of that under torchrun."""
-_FORKED_HEADER = (
-    "measurement",
-    "accel launch",
-    "accel launch, exec",
-    "torchrun",
-    "exec ÷ accel",
-    "torchrun ÷ accel",
-)
+_FORKED_HEADER = ("", "`accel launch`", "`accel launch, exec`", "`torchrun`")
 _MIB = 1024
 
 
@@ -183,47 +178,33 @@ def _measure_forked(
     rows = []
     for label, read in reads.items():
         columns = [[read(run) for run in results] for results in runs]
-        ratios = [format_ratio(other, columns[0]) for other in columns[1:]]
-        rows.append((label, *map(format_spread, columns), *ratios))
+        rows.append((label, *(format_beside(column, columns[0]) for column in columns)))
     return rows
 
 
 _IMPORTS_TEXT = """\
-Each in a new interpreter. Over torch is the CPU time beyond `import torch` in the same environment and round.
-It is negative if torch was not imported: `import accel_runtime` imports torch with the first name that needs
-it, so compare the rows of `Accelerator`."""
-_IMPORTS_HEADER = ("statement", "CPU s", "wall s", "CPU s over torch", "CPU ÷ accel")
-_IMPORTS = {
-    "import accel_runtime": "import accelerate",
-    "from accel_runtime import Accelerator": "from accelerate import Accelerator",
-}
+CPU seconds, each in a new interpreter. `import accel_runtime` imports torch with the first name that needs it."""
+_IMPORTS_HEADER = ("", "accel", "Accelerate")
+_IMPORTS = (
+    ("import torch", "import torch"),
+    ("import accel_runtime", "import accelerate"),
+    ("from accel_runtime import Accelerator", "from accelerate import Accelerator"),
+)
 """Statements of accel, and those of Accelerate that they are compared with."""
 
 
 def measure_imports(bench: Bench) -> Table:
-    """Measure CPU and wall seconds of imports, compared with torch alone."""
-    folders = {"accel": bench.accel, "Accelerate": bench.accelerate}
-    statements = {"accel": ("import torch", *_IMPORTS), "Accelerate": ("import torch", *_IMPORTS.values())}
+    """Measure CPU seconds of imports."""
     programs = {
-        f"{library}: `{statement}`": bench.command(f"{folders[library]}/python", "-c", statement)
-        for library, imports in statements.items()
-        for statement in imports
+        f"{folder}: {statement}": bench.command(f"{folder}/python", "-c", statement)
+        for statements in _IMPORTS
+        for folder, statement in zip((bench.accel, bench.accelerate), statements, strict=True)
     }
     runs = run_interleaved(programs, bench.repeats)
-    cpu = {label: [run.cpu for run in results] for label, results in runs.items()}
-    counterparts = {
-        f"Accelerate: `{other}`": f"accel: `{statement}`" for statement, other in _IMPORTS.items()
-    }
+    cpu = {program: [run.cpu for run in results] for program, results in runs.items()}
     rows = []
-    for label, seconds in cpu.items():
-        torch = cpu[f"{label.partition(':')[0]}: `import torch`"]
-        over = (
-            NONE
-            if seconds is torch
-            else format_number(median(a - b for a, b in zip(seconds, torch, strict=True)))
-        )
-        ratio = format_ratio(seconds, cpu[counterparts[label]]) if label in counterparts else NONE
-        rows.append(
-            (label, format_spread(seconds), format_spread([run.wall for run in runs[label]]), over, ratio)
-        )
+    for own, other in _IMPORTS:
+        accel, accelerate = cpu[f"{bench.accel}: {own}"], cpu[f"{bench.accelerate}: {other}"]
+        label = f"`{own}`" if own == other else f"`{own}`, `{other}`"
+        rows.append((label, format_median(accel), format_beside(accelerate, accel)))
     return Table("Imports", _IMPORTS_TEXT, _IMPORTS_HEADER, rows)

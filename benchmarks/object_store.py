@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.bench import SCRIPTS, Bench
-from benchmarks.report import Table, format_ratio, format_spread
+from benchmarks.report import Table, format_median, format_ratio
 
 __all__ = ["measure_object_store"]
 
 _TEXT = """\
 Seconds of wall time on one process for a state of {gigabytes:.2f} GB, a model with AdamW of {millions} million parameters, in
-an S3 server on this machine ({server}, objects in memory), which uses the same CPUs. `aws s3 cp --recursive` of awscli
-{aws} copies the files of the same checkpoint; the time of `aws s3 ls` is subtracted, in which the command starts. accel
-hashes every byte of a save and verifies every byte of a load, and waits until the service has confirmed each object."""
+an S3 server on this machine ({server}, objects in memory). `aws s3 cp --recursive` of awscli {aws} copies the same files, less
+the time of `aws s3 ls`. accel hashes every byte of a save, verifies every byte of a load, and waits until each object is confirmed."""
 _HEADER = ("", "seconds", "MB/s", "`aws s3 cp` ÷ it")
 _MILLIONS = 80
 _TESTS = Path(__file__).parents[1] / "tests"
@@ -94,8 +93,8 @@ def _build_rows(seconds: dict[str, list[float]], size: int) -> Sequence[tuple[st
     return [
         (
             label,
-            format_spread(seconds[name]),
-            format_spread([size / each / 1e6 for each in seconds[name]]),
+            format_median(seconds[name]),
+            format_median([size / each / 1e6 for each in seconds[name]]),
             format_ratio(seconds[other], seconds[name]),
         )
         for label, name, other in rows

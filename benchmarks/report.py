@@ -13,10 +13,10 @@ __all__ = [
     "NONE",
     "Blocks",
     "Table",
-    "compare_to_accel",
+    "format_beside",
+    "format_median",
     "format_number",
     "format_ratio",
-    "format_spread",
     "format_table",
     "merge_blocks",
     "merge_numbers",
@@ -53,14 +53,10 @@ class Blocks:
         return [library - bare for bare, library in zip(self.bare, self.library, strict=True)]
 
     @property
-    def ratios(self) -> list[float]:
-        """Return the time with the library divided by that of the bare code, by block."""
-        return [library / bare for bare, library in zip(self.bare, self.library, strict=True)]
-
-    def to_row(self, label: str) -> tuple[str, ...]:
-        """Return the columns that all tables of blocks share."""
-        added, ratio = format_number(median(self.added)), f"{median(self.ratios):.2f}"
-        return (label, format_spread(self.bare), format_spread(self.library), added, ratio)
+    def ratio(self) -> str:
+        """Return the median of the time with the library divided by that of the bare code, by block."""
+        ratios = (library / bare for bare, library in zip(self.bare, self.library, strict=True))
+        return f"{median(ratios):.2f}"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -102,24 +98,22 @@ def format_number(value: float) -> str:
     return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"  # noqa: PLR2004
 
 
-def format_spread(values: Sequence[float]) -> str:
-    """Format the median, and the minimum in brackets."""
-    return f"{format_number(median(values))} ({format_number(min(values))})"
+def format_median(values: Sequence[float]) -> str:
+    """Format the median."""
+    return format_number(median(values))
+
+
+def format_beside(other: Sequence[float], accel: Sequence[float]) -> str:
+    """Format the median of another program, in bold if accel needs more."""
+    text = format_median(other)
+    return text if _is_more(other, accel) else f"**{text}**"
 
 
 def format_ratio(other: Sequence[float], accel: Sequence[float]) -> str:
     """Format a median divided by that of accel, in bold if accel needs more."""
-    value = median(other) / median(accel)
-    return f"{value:.2f}" if value > 1 - _RESOLUTION else f"**{value:.2f}**"
+    text = f"{median(other) / median(accel):.2f}"
+    return text if _is_more(other, accel) else f"**{text}**"
 
 
-def compare_to_accel(
-    label: str, columns: Sequence[Sequence[float]], accel: Sequence[Sequence[float]]
-) -> tuple[str, ...]:
-    """Return a row with the spread of each column, then its ratio to that of accel; no ratios for the row of accel."""
-    pairs = zip(columns, accel, strict=True)
-    return (
-        label,
-        *map(format_spread, columns),
-        *(NONE if column is own else format_ratio(column, own) for column, own in pairs),
-    )
+def _is_more(other: Sequence[float], accel: Sequence[float]) -> bool:
+    return median(other) > median(accel) * (1 - _RESOLUTION)

@@ -12,9 +12,9 @@ from benchmarks.bench import SCRIPTS, Bench, Run, run_interleaved
 from benchmarks.report import (
     NONE,
     Table,
+    format_median,
     format_number,
     format_ratio,
-    format_spread,
     merge_blocks,
 )
 
@@ -31,12 +31,11 @@ __all__ = [
 ]
 
 _COSTS_TEXT = """\
-Milliseconds of calls and loops that are no training step. Of preparations and evaluations it is CPU time of the
-main thread, of the others wall time, which varies more. Bare is, in the same processes and alternating blocks:
-`model.to` for the preparation of a model with its optimizer; a new `DataLoader` for a loader that is prepared
-again, under `accel launch` with the file of the run's description; torch's `DataLoader` with samples that take
-almost no time; `all_reduce` of a copy; a loop over the batches of one process with a model in DDP. accel seeds
-the generators of a worker for each batch."""
+Milliseconds that are added to the bare ones, in the same processes and alternating blocks: CPU time of the main thread for
+preparations and evaluations, else wall time, which varies more. Bare is `model.to` for a model with its optimizer; a new
+`DataLoader` for a loader that is prepared again; torch's `DataLoader`; `all_reduce` of a copy; a loop over the batches of one
+process with a model in DDP. accel seeds the generators of a worker for each batch."""
+_COSTS_LIBRARIES = ("accel", "Accelerate", "accel launch")
 
 
 def measure_costs(bench: Bench) -> Table:
@@ -58,29 +57,23 @@ def measure_costs(bench: Bench) -> Table:
         ),
     ):
         for measurement, by_library in merge_blocks(run_interleaved(programs, bench.half)).items():
-            for name, blocks in by_library.items():
-                rows.append(blocks.to_row(f"{count} process{'es' * (count > 1)}, {measurement}: {name}"))
-    header = ("", "bare", "library", "added", "library ÷ bare")
+            added = {name: format_median(blocks.added) for name, blocks in by_library.items()}
+            label = f"{count} process{'es' * (count > 1)}, {measurement}"
+            bare = format_median(by_library["accel"].bare)
+            rows.append((label, bare, *(added.get(name, NONE) for name in _COSTS_LIBRARIES)))
+    header = ("", "bare", "accel", "Accelerate", "accel, `accel launch`")
     return Table("Preparation, reduction, workers and evaluation", _COSTS_TEXT, header, rows)
 
 
-_EXCHANGES_HEADER = ("", "bare", "library", "added", "library ÷ bare", "library ÷ accel", "the ratio ÷ accel")
-_RATIOS_TEXT = """\
-Waiting for another process varies much more than computing. Therefore two ratios are shown: of the times
-themselves (`library ÷ accel`), and of each library's `library ÷ bare` to that of accel (`the ratio ÷ accel`)."""
-_GATHER_TEXT = f"""\
-Milliseconds of wall time on two and on four gloo processes for one `gather` of a dict of 20 tensors of 8
-numbers, and for one `gather_object` of a list of 4 small dicts. Bare is `torch.distributed.all_gather` and
-`torch.cat`, tensor by tensor, or `all_gather_object`, in the same processes, in alternating blocks. Goals: on
-two and on four processes, Accelerate takes at least 8 times as long for the tensors, and on two processes 3
-times for the objects.
-{_RATIOS_TEXT}"""
-_DISPATCH_TEXT = f"""\
-Microseconds of wall time for a batch of an iterable dataset that rank 0 reads for two gloo processes
-(`dispatch_batches=True`): 4 samples for each process, each a tensor of 4 numbers or a dict of 5 such tensors;
-reading them takes almost no time. Bare is rank 0's loader and `torch.distributed.scatter_object_list`, in the
-same processes, in alternating blocks. Goal: Accelerate takes at least 5 times as long.
-{_RATIOS_TEXT}"""
+_EXCHANGES_HEADER = ("", "bare", "accel", "Accelerate", "Accelerate ÷ accel")
+_GATHER_TEXT = """\
+Milliseconds of wall time on gloo processes for one `gather` of a dict of 20 tensors of 8 numbers, and for one `gather_object` of a
+list of 4 small dicts. Bare is `torch.distributed.all_gather` and `torch.cat`, tensor by tensor, or `all_gather_object`. Goals:
+Accelerate takes at least 8 times as long for the tensors, and on two processes 3 times for the objects."""
+_DISPATCH_TEXT = """\
+Microseconds of wall time for a batch of an iterable dataset that rank 0 reads for two gloo processes (`dispatch_batches=True`): 4
+samples for each process. Bare is rank 0's loader and `torch.distributed.scatter_object_list`. Goal: Accelerate takes at least 5
+times as long."""
 
 
 def measure_gather(bench: Bench) -> Table:
@@ -100,24 +93,17 @@ def _measure_exchanges(bench: Bench, script: str, nproc: int) -> list[tuple[str,
     runs = run_interleaved(bench.commands(*options, program="torchrun"), bench.half)
     rows = []
     for measurement, by_library in merge_blocks(runs).items():
-        accel = by_library["accel"]
-        for name, blocks in by_library.items():
-            ratios = (
-                (NONE, NONE)
-                if blocks is accel
-                else (format_ratio(blocks.library, accel.library), format_ratio(blocks.ratios, accel.ratios))
-            )
-            rows.append((*blocks.to_row(f"{nproc} processes, {measurement}: {name}"), *ratios))
+        accel, other = by_library["accel"], by_library["Accelerate"]
+        medians = (format_median(times) for times in (accel.bare, accel.library, other.library))
+        ratio = format_ratio(other.library, accel.library)
+        rows.append((f"{nproc} processes, {measurement}", *medians, ratio))
     return rows
 
 
 _HANDSHAKE_TEXT = """\
-One handshake without data, as before a barrier or a reduction of large tensors: microseconds of wall time,
-median (minimum) of blocks that alternate in the same processes, over Unix sockets. All ranks share the cores of
-this machine. With more ranks than cores, the times show the number of messages and not the latency of a
-network. Bytes and rounds are computed from the schedule. *Slots* is 4096 bytes of each rank to all others.
-*Summary* is 64 bytes a round; with more than 32 ranks it comes first, and slots follow only if a rank differs
-or has data to send."""
+Microseconds of wall time for one [handshake](scaling.md) without data, over Unix sockets. All ranks share the cores of this
+machine, so that the times show the number of messages and not the latency of a network. Bytes and rounds are computed. *Slots*
+is 4096 bytes of each rank to all others, *summary* 64 bytes a round, which comes first with more than 32 ranks."""
 _HANDSHAKE_HEADER = (
     "Ranks",
     "Rounds",
@@ -140,7 +126,7 @@ def measure_handshake(bench: Bench) -> Table:
             blocks, calls = str(2 * bench.repeats + 1), str(max(20, 800 // world_size))
             run = bench.command(f"{bench.accel}/torchrun", *options, blocks, calls)()
             slots, summary = json.loads(run.output.splitlines()[-1]).values()
-            times = tuple(f"{format_number(mid)} ({format_number(least)})" for mid, least in (slots, summary))
+            times = tuple(format_number(mid) for mid, _ in (slots, summary))
         rounds = math.ceil(math.log2(world_size))
         sent = ((world_size - 1) * SLOT, rounds * SUMMARY_VALUES * 8)
         rows.append((str(world_size), str(rounds), *map(_format_bytes, sent), *times))
@@ -157,13 +143,12 @@ def _format_bytes(count: int) -> str:
 
 
 _SKIP_TEXT = """\
-Milliseconds of wall time to the first batch after 100 000 batches of 32 samples, one process, including the
-creation and preparation of the loader; the samples are numbers. In order and shuffled use `skip_first_batches`.
-For an iterable dataset with `state_dict` and `load_state_dict`, accel loads the state of the loader, and
-Accelerate, which needs torchdata for such states, skips. Added is the median time beyond the first batch of a
-fresh iteration; for a shuffled epoch it is the full time, to be compared with `torch.randperm` of the same
-length, alone and converted to a list. Goals: less than 1 in order, one permutation shuffled, less than 10 for
-an iterable dataset."""
+Milliseconds of wall time to the first batch after 100 000 batches of 32 numbers on one process, with the preparation of the
+loader, by `skip_first_batches`. For an iterable dataset with `state_dict`, accel loads the state of the loader, and Accelerate,
+which needs torchdata for such states, skips. Added is the time beyond the first batch of a fresh iteration; for a shuffled epoch
+it is the full time, to be compared with `torch.randperm`, alone and converted to a list. Goals: less than 1 in order, one
+permutation shuffled, less than 10 for an iterable dataset."""
+_SKIP_HEADER = ("", "accel", "added", "Accelerate", "added")
 
 
 def measure_skip(bench: Bench) -> Table:
@@ -171,21 +156,17 @@ def measure_skip(bench: Bench) -> Table:
     runs = run_interleaved(bench.commands(str(SCRIPTS / "skip.py")), bench.half)
     rows = []
     for measurement in ("in order", "shuffled", "stream"):
-        added: dict[str, list[float]] = {}
-        for name, results in runs.items():
+        cells: list[str] = []
+        for results in runs.values():
             fresh, skipped = (_collect(results, measurement, part) for part in ("fresh", "skipped"))
             # A shuffled epoch needs its permutation in both cases.
             start = 0.0 if measurement == "shuffled" else median(fresh)
-            added[name] = [time - start for time in skipped]
-            is_comparable = name != "accel" and median(added["accel"]) > 0
-            ratio = format_ratio(added[name], added["accel"]) if is_comparable else NONE
-            spreads = (format_spread(fresh), format_spread(skipped))
-            rows.append((f"{measurement}: {name}", *spreads, format_number(median(added[name])), ratio))
+            cells += [format_median(skipped), format_number(median(skipped) - start)]
+        rows.append((measurement, *cells))
     for permutation in ("randperm", "randperm and tolist"):
-        times = _collect(runs["accel"], "floor", permutation)
-        rows.append((f"`{permutation}`", NONE, format_spread(times), format_number(median(times)), NONE))
-    header = ("", "fresh", "skipped", "added", "added ÷ accel")
-    return Table("100 000 batches skipped, ms", _SKIP_TEXT, header, rows)
+        time = format_median(_collect(runs["accel"], "floor", permutation))
+        rows.append((f"`{permutation}`", time, NONE, NONE, NONE))
+    return Table("100 000 batches skipped, ms", _SKIP_TEXT, _SKIP_HEADER, rows)
 
 
 def _collect(runs: list[Run], measurement: str, part: str) -> list[float]:
@@ -193,13 +174,11 @@ def _collect(runs: list[Run], measurement: str, part: str) -> list[float]:
 
 
 _GRADIENTS_TEXT = """\
-The largest relative error of a gradient (norm of the difference divided by the norm) over all optimizer steps
-of 12 epochs, compared with one process that takes all samples of the accumulation cycle at once. The loss is
-the mean over tokens; four rows in five have one or two tokens, the fifth has 24. Datasets of 16, 13, 21 and 33
-rows are read in batches of 2 for each process, so that cycles and batches are uneven at the end. accel gets the
-number of tokens, `backward(loss, weight=n)`, and does not pad, `even_batches=False`. Accelerate gets the mean
-loss, and pads, since otherwise its processes would hang. Nothing here is a time, and every run gives the same
-numbers. Goal: at most 1e-6."""
+The largest relative error of a gradient over all optimizer steps of 12 epochs, compared with one process that takes all samples of
+the accumulation cycle at once. The loss is the mean over tokens; four rows in five have one or two tokens, the fifth has 24.
+Datasets of 16, 13, 21 and 33 rows are read in batches of 2. accel gets `backward(loss, weight=n)` and `even_batches=False`;
+Accelerate gets the mean loss, and pads, since otherwise its processes would hang. Every run gives the same numbers. Goal: at
+most 1e-6."""
 
 
 def measure_gradients(bench: Bench) -> Table:
@@ -219,46 +198,44 @@ def measure_gradients(bench: Bench) -> Table:
 
 
 _SHARDING_TEXT = """\
-Milliseconds of wall time on two gloo processes for a step of AdamW on a transformer of 3.4 million parameters,
-8 rows of 64 tokens for each process, sharded over both. Bare calls `fully_shard` on every layer and on the
-model; the library calls `prepare` with `dp_shard: auto`. Both run in the same processes, in alternating blocks,
-and the first losses are equal. Accelerate is not measured: without a GPU it replicates such a model. Goal: at
-most 1.03 times the bare time."""
+Milliseconds of wall time on two gloo processes for a step of AdamW on a transformer of 3.4 million parameters, 8 rows of 64 tokens
+for each process. Bare calls `fully_shard` on every layer and on the model, accel `prepare` with `dp_shard: auto`. Accelerate
+replicates such a model without a GPU. Goal: at most 1.03 times the bare time."""
 
 
 def measure_sharding(bench: Bench) -> Table:
     """Measure milliseconds of a step of a sharded model, compared with torch's `fully_shard`."""
     options = ("--standalone", "--nproc-per-node", "2", str(SCRIPTS / "sharding.py"), "cpu")
     runs = run_interleaved({"accel": bench.command(f"{bench.accel}/torchrun", *options)}, bench.half)
-    rows = [
-        blocks["accel"].to_row(f"2 processes, {measurement}: accel")
-        for measurement, blocks in merge_blocks(runs).items()
-    ]
-    header = ("", "bare", "library", "added", "library ÷ bare")
+    rows = []
+    for measurement, by_library in merge_blocks(runs).items():
+        accel = by_library["accel"]
+        medians = (format_median(times) for times in (accel.bare, accel.library, accel.added))
+        rows.append((f"2 processes, {measurement}", *medians, accel.ratio))
+    header = ("", "bare", "accel", "added", "accel ÷ bare")
     return Table("A step of a sharded model, ms", _SHARDING_TEXT, header, rows)
 
 
 _XLA_TEXT = """\
-Microseconds of wall time for a step, one replica on torch_xla's CPU device, in the environment that `make
-test-xla` creates. A step is forward and backward of three linear layers (784, 512, 512, 10) on 64 samples,
-clipping, AdamW and a schedule. By hand is a loop over `MpDeviceLoader`. Both alternate in one interpreter, in
-epochs of 100 steps. Graphs are those compiled by the end of that number of steps in the first epoch. Goals: the
-same number of graphs after 100 steps as after 10, and at most 1.05 of the time by hand."""
+Microseconds of wall time for a step, one replica on torch_xla's CPU device: three linear layers (784, 512, 512, 10) on 64 samples,
+clipping, AdamW and a schedule. By hand is a loop over `MpDeviceLoader`. Graphs are those compiled by the end of that number of
+steps. Goals: the same number of graphs after 100 steps as after 10, and at most 1.05 of the time by hand."""
 
 
 def measure_xla(bench: Bench) -> Table:
     """Measure microseconds of a step on torch_xla's CPU device, and count graphs."""
     python = str(Path(__file__).parents[1] / ".venv-xla" / "bin" / "python")
     runs = run_interleaved({"accel": bench.command(python, str(SCRIPTS / "xla.py"))}, bench.half)
-    rows = [blocks["accel"].to_row(measurement) for measurement, blocks in merge_blocks(runs).items()]
-    return Table("XLA", _XLA_TEXT, ("", "by hand", "accel", "added", "accel ÷ by hand"), rows)
+    rows = []
+    for measurement, by_library in merge_blocks(runs).items():
+        accel = by_library["accel"]
+        rows.append((measurement, format_median(accel.bare), format_median(accel.library), accel.ratio))
+    return Table("XLA", _XLA_TEXT, ("", "by hand", "accel", "accel ÷ by hand"), rows)
 
 
 _CALLS_TEXT = """\
-Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD,
-a DataLoader of 11 samples in batches of 2. They are counted with `sys.setprofile` in all threads, without
-functions of torch and other libraries, functions defined in C, and functions that run while a module is
-imported."""
+Files and functions of the library that a call enters, once each, on rank 0 of 2 processes: a linear model, SGD, a DataLoader of 11
+samples in batches of 2. They are counted with `sys.setprofile` in all threads, without imports and functions defined in C."""
 
 
 def count_calls(bench: Bench) -> Table:

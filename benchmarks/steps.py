@@ -11,35 +11,32 @@ from statistics import mean
 from typing import NamedTuple, TextIO
 
 from benchmarks.bench import SCRIPTS, Bench, Run
-from benchmarks.report import Blocks, Table
+from benchmarks.report import Blocks, Table, format_median
 
 __all__ = ["measure_steps"]
 
 _TEXT = """\
-Microseconds of CPU time of the training thread, the mean of all ranks. A step is forward and backward of
-Linear(4, 4), `optimizer.step()` of SGD, `scheduler.step()` of LambdaLR and `zero_grad()`, with so little arithmetic
-that overhead dominates. Every step uses the same batch, or a shuffled loader reads 32 samples for each from a
-TensorDataset. A batch is such a reading without a step. On 2 processes the model is in DDP.
+Microseconds of CPU time of the training thread, the mean of all ranks. A step is forward and backward of Linear(4, 4), SGD,
+LambdaLR and `zero_grad()`; a shuffled loader reads 32 samples from a TensorDataset, or every step has the same batch. A batch is
+such a reading without a step. On 2 processes the model is in DDP.
 
-Bare is the loop without a library, in the same processes as the loop of the library. *No library* is that loop under
-`accel launch`; bare beside it, and beside accel there, is without what the launcher has in torch: its hook after each
-step, and the looks of its thread. One program at a time runs a block of 256 iterations (128 on 2 processes) after one
-that does not count, so that blocks of all rows alternate. Each round starts new processes. Added is the median
-difference of blocks. Goals, where a bare step takes 75: at most 2 added to a script without a library under
-`accel launch`; to one of accel 4 under `python`, 5 under `accel launch`, and 15 on 2 processes."""
+Bare is the loop without a library under `python` or `torchrun`, in the processes of accel. The other columns are the median
+difference of blocks of 256 iterations (128 on 2 processes) that alternate with bare ones in the same processes; the last two are
+of scripts under `accel launch`, and their bare loop is without what the launcher has in torch. Goals, where a bare step takes 75: at
+most 2 added to a script without a library under `accel launch`; to one of accel 4 under `python`, 5 under `accel launch`, and 15
+on 2 processes."""
+_HEADER = ("", "bare", "accel", "Accelerate", "no library, `accel launch`", "accel, `accel launch`")
 _ROUNDS = 2
 """Rounds for each repetition of the benchmarks."""
 _BLOCKS = 5
 """Blocks of each loop in a round, after one that does not count."""
-_NAMES = {"torch": "no library", "accel_runtime": "accel", "accelerate": "Accelerate"}
 _Measure = Callable[[str, str], float]
 """Measures a block of a library's loop: microseconds of an iteration."""
 
 
 class _Program(NamedTuple):
-    """Launcher as the page shows it, its command, and the libraries whose loops alternate with the bare one in its processes."""
+    """Command, and the libraries whose loops alternate with the bare one in its processes."""
 
-    launcher: str
     command: tuple[str, ...]
     libraries: tuple[str, ...]
 
@@ -53,27 +50,26 @@ def measure_steps(bench: Bench) -> Table:
     launch = (f"{bench.accel}/accel", "launch", "--quiet", "--nproc-per-node")
     two = ("--standalone", "--nproc-per-node", "2")
     one_process = [
-        _Program("accel launch", (*launch, "1"), ("torch", "accel_runtime")),
-        _Program("python", (python["accel_runtime"],), ("accel_runtime",)),
-        _Program("python", (python["accelerate"],), ("accelerate",)),
+        _Program((python["accel_runtime"],), ("accel_runtime",)),
+        _Program((python["accelerate"],), ("accelerate",)),
+        _Program((*launch, "1"), ("torch", "accel_runtime")),
     ]
     two_processes = [
-        _Program("accel launch", (*launch, "2"), ("torch", "accel_runtime")),
-        _Program("torchrun", (torchrun["accel_runtime"], *two), ("accel_runtime",)),
-        _Program("torchrun", (torchrun["accelerate"], *two), ("accelerate",)),
+        _Program((torchrun["accel_runtime"], *two), ("accel_runtime",)),
+        _Program((torchrun["accelerate"], *two), ("accelerate",)),
+        _Program((*launch, "2"), ("torch", "accel_runtime")),
     ]
     rows = [
         *_measure(bench, "1 process", 1, one_process, ("step", "step with a loader", "batch")),
         *_measure(bench, "2 processes", 2, two_processes, ("step", "step with a loader")),
     ]
-    header = ("", "bare", "library", "added", "library ÷ bare")
-    return Table("A training step and a batch, µs", _TEXT, header, rows)
+    return Table("A training step and a batch, µs", _TEXT, _HEADER, rows)
 
 
 def _measure(
     bench: Bench, label: str, nproc: int, programs: list[_Program], loops: tuple[str, ...]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each loop of each library of each program."""
+    """Yield a row for each loop."""
     times: dict[tuple[str, int, str], list[float]] = {
         (loop, index, library): []
         for loop in loops
@@ -89,10 +85,12 @@ def _measure(
                     if block:
                         measured.append(microseconds)
     for loop in loops:
-        for index, program in enumerate(programs):
-            for library in program.libraries:
-                blocks = Blocks(times[loop, index, "bare"], times[loop, index, library])
-                yield blocks.to_row(f"{label}, {loop}: {_NAMES[library]}, `{program.launcher}`")
+        added = (
+            format_median(Blocks(times[loop, index, "bare"], times[loop, index, library]).added)
+            for index, program in enumerate(programs)
+            for library in program.libraries
+        )
+        yield (f"{label}, {loop}", format_median(times[loop, 0, "bare"]), *added)
 
 
 @contextmanager

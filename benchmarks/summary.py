@@ -22,7 +22,8 @@ the time with bare torch for a ResNet, and {transformer} for a transformer of a 
 takes {added} µs more CPU time than with bare torch, and {other} µs with Accelerate.
 """
 _INTRODUCTION = re.compile(
-    r"Accelerate (?P<accelerate>\S+)\. .*This run was on (?P<date>\S+), on (?P<machine>[^\n]+)\.\n", re.DOTALL
+    r"Accelerate (?P<accelerate>\S+)\. .*This run\nwas on (?P<date>\S+), on (?P<machine>[^\n]+)\.\n",
+    re.DOTALL,
 )
 _GPU_INTRODUCTION = re.compile(
     r"^(?P<gpu_date>[\d-]+), (?P<gpu>.+), torch (?P<gpu_torch>\S+), ", re.MULTILINE
@@ -45,14 +46,13 @@ def summarize() -> str:
 
 
 def _read_medians(page: str) -> dict[str, list[str]]:
-    """Return the cells of the rows of a page's tables by their label, without minima."""
+    """Return the cells of the rows of a page's tables by their label."""
     rows = (line[2:-2].split(" | ") for line in page.splitlines() if line.startswith("| "))
-    return {label: [cell.partition(" ")[0] for cell in cells] for label, *cells in rows}
+    return {label: [cell.strip("*") for cell in cells] for label, *cells in rows}
 
 
 def _build_rows(medians: dict[str, list[str]]) -> list[tuple[str, ...]]:
-    def format_added(label: str) -> str:
-        added = medians[label][2]
+    def format_added(added: str) -> str:
         return f"{added} µs" if added.startswith("-") else f"+{added} µs"
 
     rows = []
@@ -61,26 +61,22 @@ def _build_rows(medians: dict[str, list[str]]) -> list[tuple[str, ...]]:
         ("small step with a batch of a loader, 1 process", "1 process, step with a loader", "python"),
         ("small step of DDP, 2 processes", "2 processes, step", "torchrun"),
     ):
-        accel, other = (f"{setting}: {library}, `{launcher}`" for library in ("accel", "Accelerate"))
-        bare = f"{medians[accel][0]} µs"
-        rows.append((f"{title}, `{launcher}`", bare, format_added(accel), format_added(other)))
-        plain, accel = (f"{setting}: {library}, `accel launch`" for library in ("no library", "accel"))
-        rows.append((f"{title}, `accel launch`", format_added(plain), format_added(accel), NONE))
-    tensors, others_tensors = (
-        medians[f"2 processes, 20 tensors: {name}"] for name in ("accel", "Accelerate")
-    )
-    stream, others_stream = (medians[f"stream: {name}"] for name in ("accel", "Accelerate"))
-    memory, _, torchruns_memory, *_ = medians["memory of 8 ranks and their launcher, MiB"]
+        bare, *added = medians[setting]
+        accel, other, plain, launched = map(format_added, added)
+        rows.append((f"{title}, `{launcher}`", f"{bare} µs", accel, other))
+        rows.append((f"{title}, `accel launch`", plain, launched, NONE))
+    tensors, stream = medians["2 processes, 20 tensors"], medians["stream"]
+    memory, _, torchruns_memory = medians["memory of 8 ranks and their launcher, MiB"]
     return [
         *rows,
         (
             "`gather` of 20 small tensors, 2 processes, `torchrun`",
-            *(f"{time} ms" for time in (tensors[0], tensors[1], others_tensors[1])),
+            *(f"{time} ms" for time in tensors[:3]),
         ),
         (
             "resume after 100 000 batches of a stream, 1 process, `python`",
             NONE,
-            *(f"{time} ms" for time in (stream[1], others_stream[1])),
+            *(f"{time} ms" for time in (stream[0], stream[2])),
         ),
         (
             "memory of 8 processes of DDP, no library, `torchrun` and `accel launch`",

@@ -30,7 +30,7 @@ WORDS = {
     # Guides are above the reference and the design notes.
     "slurm": "slurm", "kubernetes": "kubernetes", "ddp": "from-ddp",
     "wandb": "tracking", "fp8": "precision", "mps": "devices", "rocm": "devices", "ema": "ema", "inference": "inference",
-    "vs code": "vscode", "optuna": "cookbook/optuna", "glossary": "glossary", "quickstart": "launch",
+    "vs code": "vscode", "optuna": "cookbook/optuna", "glossary": "glossary", "quickstart": "install",
 }  # fmt: skip
 """Words of the field, and the page that the search shows first."""
 
