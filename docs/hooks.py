@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import re
 import types
@@ -45,6 +46,7 @@ __all__ = [
     "accelerate_page",
     "cli_page",
     "errors_page",
+    "findings_page",
     "metrics_page",
     "on_files",
     "on_page_content",
@@ -72,6 +74,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/errors.md": errors_page(),
         "reference/metrics.md": metrics_page(),
         "reference/accelerate.md": accelerate_page(),
+        "reference/findings.md": findings_page(),
     }
     if files.get_file_from_path("benchmarks.md") is None:
         pages["benchmarks.md"] = _NOT_MEASURED
@@ -449,8 +452,12 @@ def accelerate_page() -> str:
         own = [setting for setting in job.settings if setting not in launch.COMMON]
         keys = {setting.key: _meaning_of(setting) for setting in own}
         keys |= {f"{job.section}.{key}": _format_rule(rule) for key, rule in job.arguments.items()}
-        rows = [(f"`{key}`", _cell(text)) for key, text in keys.items() if text]
-        parts += [f"### `compute_environment: {job.environment}`", _JOB, _table(("Key", "In accel"), rows)]
+        converted = [(f"`{key}`", _cell(text)) for key, text in keys.items() if text]
+        parts += [
+            f"### `compute_environment: {job.environment}`",
+            _JOB,
+            _table(("Key", "In accel"), converted),
+        ]
     above = {normalize_option(option) for option, _ in launch.list_options()}
     options = [
         (
@@ -497,7 +504,7 @@ They are those of the installed `accelerate`; without it, importing one is an `I
 
 def _accelerate_rows(settings: Iterable[Setting], *, in_section: bool = False) -> list[tuple[str, ...]]:
     """Return the rows of settings with a key, an option or a variable; in a section, each key is an option too."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for setting in settings:
         is_option = setting.advice or setting in {launch.MIXED_PRECISION, launch.GPU_IDS}
         options = setting.options or ((setting.key,) if setting.key and is_option else ())
@@ -532,6 +539,85 @@ def _format_rule(rule: KeyRule) -> str:
 
 def _list_code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
+
+
+# The findings of `accel migrate` ----------------------------------------------------------
+
+
+def findings_page() -> str:
+    """Return the page of all findings and notes of `accel migrate`, from the calls that record them in the sources."""
+    parts = ["# Findings of accel migrate", _FINDINGS]
+    for title, text, names in _KINDS_OF_FINDINGS:
+        messages = sorted({message for name, message in _list_findings() if name in names})
+        parts += [f"## {title}", text, "\n".join(f"- {_cell(message)}" for message in messages)]
+    return "\n\n".join(parts) + "\n"
+
+
+_FINDINGS = """\
+Generated from the sources of [`accel migrate`](../migrate.md): each message has the reason and what to write. `...` stands for a name
+or a line of the script."""
+_KINDS_OF_FINDINGS = (
+    (
+        "Scripts that are left unchanged",
+        "A part of them would compute a wrong result on several processes.",
+        {"unsafe", "UnsafeError"},
+    ),
+    ("Places that are reported", "The rest of the script is converted.", {"finding"}),
+    ("Notes", "The change is made, and several processes behave differently than one.", {"note"}),
+)
+_RECORDERS = frozenset(name for _, _, names in _KINDS_OF_FINDINGS for name in names)
+_Values = dict[str, list[ast.expr]]
+"""The values that a name is assigned, in a module or a function."""
+
+
+def _list_findings() -> Iterator[tuple[str, str]]:
+    """Yield the function that records a message, and the message."""
+    for path in sorted((ROOT / "accel_cli" / "extensions" / "migrate").glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield from _read_findings(tree, _list_assigned(tree.body))
+
+
+def _read_findings(node: ast.AST, values: _Values) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.FunctionDef):
+        values = values | _list_assigned(list(ast.walk(node)))
+    if isinstance(node, ast.Call) and len(node.args) > 1:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in _RECORDERS:
+            yield from (
+                (name, re.sub(r"\.{3,}", "...", text).strip()) for text in _read_texts(node.args[1], values)
+            )
+    for child in ast.iter_child_nodes(node):
+        yield from _read_findings(child, values)
+
+
+def _list_assigned(nodes: Iterable[ast.AST]) -> _Values:
+    assigned: _Values = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            assigned.setdefault(node.targets[0].id, []).append(node.value)
+    return assigned
+
+
+def _read_texts(node: ast.expr, values: _Values) -> list[str]:
+    """Return the texts that an expression may be, with `...` for what is known at run time only."""
+    if isinstance(node, ast.Constant):
+        return [str(node.value)]
+    if isinstance(node, ast.IfExp):
+        return [*_read_texts(node.body, values), *_read_texts(node.orelse, values)]
+    if isinstance(node, ast.Name):
+        others = {name: found for name, found in values.items() if name != node.id}
+        return [text for value in values.get(node.id, []) for text in _read_texts(value, others)]
+    if isinstance(node, ast.BinOp):
+        parts = [node.left, node.right]
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+    else:
+        return []
+    texts = [""]
+    for part in parts:
+        found = _read_texts(part, values)
+        texts = [before + text for before in texts for text in (found if len(found) in {1, 2} else ["..."])]
+    return texts
 
 
 def _format_docstring(item: Any) -> str:

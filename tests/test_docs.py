@@ -48,6 +48,8 @@ from accel_cli.extensions.migrate.shell import migrate_shell
 from accel_cli.main import accel
 from accel_cli.profile.schema import known_keys
 from accel_runtime.environment import settings as env
+from accel_runtime.environment.accelerate import launch
+from accel_runtime.environment.accelerate.missing_names import MISSING_NAMES
 from accel_runtime.environment.settings import Settings
 from benchmarks.summary import summarize
 
@@ -383,6 +385,33 @@ def test_the_reference_has_every_key_and_variable(site: Path) -> None:
     others = [value for value in constants if not value.endswith("_")]  # beginnings of names
     for variable in [*Settings().to_env(), *others, "USE_FP16"]:
         assert variable in text, variable
+
+
+def test_the_reference_has_the_messages_of_accel_migrate() -> None:
+    from docs.hooks import findings_page
+
+    messages = re.findall(r"^- (.+)$", findings_page(), re.MULTILINE)
+    shown = [
+        line.removeprefix("+").strip().removeprefix("# accel migrate: ").rstrip(" .")
+        for block in CONSOLES
+        for line in block.text.splitlines()
+        if "# accel migrate: " in line
+    ]
+    assert shown
+    assert all(any(message.startswith(text) for message in messages) for text in shown)
+    assert not [message for message in messages if not re.search(r"[a-z]{3}", message)]
+
+
+def test_the_reference_has_every_name_of_accelerate_that_accel_lacks() -> None:
+    from docs.hooks import accelerate_page
+
+    text = accelerate_page()
+    assert not [name for entry in MISSING_NAMES for name in entry.names if f"`{name}`" not in text]
+    assert not [
+        option
+        for option, _ in launch.list_options()
+        if f"`--{option}`" not in text and f"`{option}`" not in text
+    ]
 
 
 @pytest.mark.slow

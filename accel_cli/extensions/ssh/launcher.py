@@ -162,7 +162,9 @@ class Ssh(Launcher):
     start_method: torchrun.StartMethod = "auto"
     omp_num_threads: torchrun.OmpNumThreads = None
     connect_timeout: int = Field(
-        10, ge=1, description="Seconds within which a host must accept a connection."
+        10,
+        ge=1,
+        description="Seconds within which a host must accept a connection; three times that for Python to start.",
     )
     lost_after: int = Field(
         30,
