@@ -162,10 +162,14 @@ def test_a_checkpoint_that_is_a_mixture_or_damaged_is_torn(alone, tmp_path, prob
 
 
 @pytest.mark.usefixtures("on_the_cpu")
-def test_a_checkpoint_that_is_not_there_is_lost(alone, tmp_path):
-    place = saves.DiskPlace("numbered", tmp_path / "project")
-    seen = observe(place, alone, lambda: KilledRun(None, [4], [True]), 0)
-    assert saves.judge([seen])["counts"]["disk"]["numbered"]["lost"] == 1
+@pytest.mark.parametrize(("saved", "lost"), [([4], 1), ([], 0)], ids=["saved", "not saved"])
+@pytest.mark.parametrize("kind", ["numbered", "named"])
+def test_a_checkpoint_that_is_not_there_is_lost_if_its_save_had_returned(alone, tmp_path, kind, saved, lost):
+    place = saves.DiskPlace(kind, tmp_path / "project")
+    (tmp_path / "project" / ".mine.saving-1-2").mkdir(parents=True)
+    seen = observe(place, alone, lambda: KilledRun(None, saved, [True]), 0)
+    count = saves.judge([seen])["counts"]["disk"][kind]
+    assert (count["torn"], count["lost"]) == (0, lost)
 
 
 def observe(place, cluster, kill, number):

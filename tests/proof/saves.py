@@ -23,12 +23,13 @@ from support.object_stores import killed_saves as store_kills
 from support.object_stores.fault_proxy import FaultProxy
 from support.object_stores.runs import open_objects
 from support.object_stores.server import SERVERS, S3Server
-from support.processes.ranks import Cluster, preload
+from support.processes.ranks import INTERPRETER, Cluster, preload
 from support.runs.file_system import Run
 from support.runs.killed_saves import KilledRun, run_until_killed
 
-from accel_runtime.storage.errors import AbsentError
+from accel_runtime.storage.errors import AbsentError, CheckpointError
 from accel_runtime.storage.file_store import FileStore
+from accel_runtime.storage.manifest import Checkpoint
 from accel_runtime.storage.store import list_numbered
 from accel_runtime.storage.verification import verify_files
 
@@ -182,6 +183,7 @@ def run(options: Options, seed: int | None = None) -> dict[str, Any]:
     """
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     with ExitStack() as stack:
+        stack.callback(INTERPRETER.close)
         clusters = {size: Cluster(size) for size in SIZES}
         for cluster in clusters.values():
             stack.callback(cluster.close)
@@ -282,14 +284,22 @@ def observe(
 def verify_listed(store: Any, target: Any, parent: str) -> int:
     """Verify every byte of the checkpoints that are listed as complete, and return the newest step; 0 without one."""
     if target:
-        found = [store.find(str(target))] if store.exists(str(target)) else []
+        found, errors = find_named(store, str(target))
     else:
         found, errors = list_numbered(store, parent)
-        # Unfinished ones are listed, and never loaded.
-        assert all(isinstance(error, AbsentError) for error in errors.values()), errors
+    # Unfinished ones are listed, and never loaded.
+    assert all(isinstance(error, AbsentError) for error in errors.values()), errors
     for checkpoint in found:
         verify_files(store, lambda key=checkpoint.key: key)
     return max((checkpoint.manifest.step for checkpoint in found), default=0)
+
+
+def find_named(store: Any, key: str) -> tuple[list[Checkpoint], dict[str, CheckpointError]]:
+    """Return the checkpoint of a name, or the reason why there is none."""
+    try:
+        return [store.find(key)], {}
+    except CheckpointError as error:
+        return [], {key: error}
 
 
 def render(results: Mapping[str, Any]) -> str:

@@ -18,13 +18,15 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from proof import Options
+from proof.soak_training import replace_file
 from support.hosts.network import Host, Hosts, hosts
+from support.processes.commands import INTERPRETER
 from support.processes.services import prepare_service
 
 __all__ = ["TITLE", "Exit", "Facts", "Fault", "Report", "Row", "headline", "judge", "render", "run"]
@@ -265,8 +267,8 @@ class Soak:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if all launchers have ended with code 0."""
-        return len(self._processes) == len(self._hosts) and all(  # one that has failed is not among them
+        """Return True if all launchers have ended; one that has failed is not among the processes."""
+        return len(self._processes) == len(self._hosts) and all(
             process.poll() == 0 for process in self._processes.values()
         )
 
@@ -314,9 +316,8 @@ class Soak:
     def end_with(self, step: int) -> None:
         """Set the last step."""
         self._is_ending = True
-        part = self._folder / "last.part"
-        part.write_text(str(step))
-        part.rename(self._folder / "last")
+        with replace_file(self._folder / "last") as part:
+            part.write_text(str(step))
 
     def get_launcher(self, host: str) -> Any:
         """Return the process of a launcher, or None if it has ended."""
@@ -333,7 +334,12 @@ class Soak:
     def close(self) -> None:
         """End all processes, and wait until their output has been read."""
         for host in self._hosts:
+            for process in host.processes:
+                process.kill()  # it may not have entered its host
             host.kill()
+            for process in host.processes:
+                process.wait()
+            host.processes.clear()
         for reader in self._readers:
             reader.join()
 
@@ -367,7 +373,7 @@ class Soak:
 
     def _read_output(self, host: str, process: Any) -> None:
         """Record the reasons of restarts and errors of a launcher, and write all lines into a file."""
-        with (self._folder / f"output-{host}").open("a", encoding="utf-8") as file:
+        with process.stdout, (self._folder / f"output-{host}").open("a", encoding="utf-8") as file:
             for line in process.stdout:
                 file.write(f"{time.monotonic():.3f} {line}")
                 file.flush()
@@ -407,6 +413,8 @@ class FaultInjector:
             kill_process(pid)
             if kind == "rank twice":
                 self._kill_successor(rank, pid)
+                soak.watch()
+                before = set(soak.pids)  # the successors of all ranks may have made steps
         elif kind.endswith("launcher"):
             if process := soak.get_launcher(host.name):
                 process.kill()
@@ -455,7 +463,8 @@ def run(options: Options, seed: int | None = None) -> dict[str, Any]:
     prepare_service("root")
     seed = random.SystemRandom().randrange(1 << 32) if seed is None else seed
     facts = Facts()
-    with end_at_sigterm(), chdir(options.folder):
+    with end_at_sigterm(), chdir(options.folder), ExitStack() as stack:
+        stack.callback(INTERPRETER.close)
         with hosts(2) as two:
             last, seconds = run_with_faults(two, options, random.Random(seed), facts)
         with hosts(2) as two:

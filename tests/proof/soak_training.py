@@ -13,6 +13,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -83,7 +85,8 @@ def main() -> None:
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     count = Count()
     accelerator.register_for_checkpointing(count)
-    (folder / f"rank-{rank}").write_text(f"{os.getpid()} {socket.gethostname()}\n")
+    with replace_file(folder / f"rank-{rank}") as part:
+        part.write_text(f"{os.getpid()} {socket.gethostname()}\n")
     accelerator.resume()
     log = os.open(folder / f"steps-{rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for _ in itertools.count():
@@ -124,9 +127,16 @@ def write_state(
         "moments": optimizer.state_dict(),
         "random": torch.get_rng_state(),
     }
-    path = folder / f"final-{accelerator.process_index}"
-    torch.save(state, path.with_suffix(".part"))
-    path.with_suffix(".part").replace(path)
+    with replace_file(folder / f"final-{accelerator.process_index}") as part:
+        torch.save(state, part)
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a file that replaces another one after this context, so that no reader finds half of it."""
+    part = path.with_suffix(".part")
+    yield part
+    part.replace(path)
 
 
 if __name__ == "__main__":
