@@ -116,9 +116,15 @@ _HINTS = (
     (
         re.compile(r"gloo.*(op\.preamble\.length|collective mismatch)", re.DOTALL),
         (
-            "the ranks called different collectives, such as the forward pass of a prepared model on one rank only, or in another "
-            "order. Call the prepared model equally often on all ranks, and unwrap_model(model) on one rank alone"
+            "the ranks called different collectives, such as the forward pass of a prepared model on one rank only, in another "
+            "order, or with tensors of different sizes or dtypes. Call the prepared model equally often on all ranks, and unwrap_model(model) on one rank alone"
         ),
+    ),
+    (
+        re.compile(
+            r"inline_container.*unexpected pos|basic_ios::clear: iostream error|PytorchStreamWriter failed writing"
+        ),
+        "torch.save could not write all of the file, most often because the disk is full or a quota is reached",
     ),
     (
         re.compile(r"(gloo|ProcessGroup|Watchdog).*(Timed out waiting \d+ms|Timeout\(ms\)=\d+)", re.DOTALL),

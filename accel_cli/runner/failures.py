@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_cli import console
 from accel_cli.failure_hints import find_hint
@@ -211,7 +211,7 @@ def read_failure(folder: RankFolder, failure: Failure, *, started: float, is_rep
         failure = replace(failure, rank=rank, pid=pid, exitcode=exitcode, world_size=world_size)
         if world_size:
             folder = RankFolder(folder.path.with_name(f"rank_{rank}"))
-    crash, crash_time = _parse_crash(folder) if failure.exitcode < 0 else ((), None)
+    crash, crash_time = _parse_crash(folder, failure.exitcode) if failure.exitcode < 0 else ((), None)
     failed = record.get("monotonic", failure.time if crash_time is None else crash_time)
     return replace(
         failure,
@@ -259,10 +259,18 @@ def read_record(error_file: Path, pid: int | None = None) -> Mapping[str, Any]:
     return record if "monotonic" in record and pid in {None, record.get("pid")} else {}
 
 
-def _parse_crash(folder: RankFolder) -> tuple[tuple[Frame, ...], float | None]:
-    """Return the stack of the thread that crashed, the outermost call first, and the time of the crash."""
-    *_, thread = re.split(r"^(?=Current thread)", read_text(folder.fault), flags=re.MULTILINE)
-    calls = _CRASH_FRAME.findall(thread.partition("\n\n")[0]) if thread.startswith("Current thread") else []
+def _parse_crash(folder: RankFolder, exitcode: int) -> tuple[tuple[Frame, ...], float | None]:
+    """Return the stack of the thread that crashed, the outermost call first, and the time of the crash.
+
+    A library that aborts in a thread of its own, as gloo does, has no stack of Python: then it is that of the main thread.
+    """
+    *others, last = re.split(r"^(?=Current thread|Thread 0x)", read_text(folder.fault), flags=re.MULTILINE)
+    threads = [thread.partition("\n\n")[0] for thread in (*others, last)]
+    calls = next(
+        (_CRASH_FRAME.findall(thread) for thread in threads if thread.startswith("Current thread")), []
+    )
+    if not calls and exitcode == -signal.SIGABRT and threads[-1].startswith("Thread 0x"):
+        calls = _CRASH_FRAME.findall(threads[-1])  # the main thread is the last
     frames = [Frame(file, int(line), name, linecache.getline(file, int(line))) for file, line, name in calls]
     if not frames:
         return (), None
@@ -284,12 +292,22 @@ _FOLDED = re.compile(
     r"/(?:site|dist)-packages/(torch)/|^<frozen (\w+)|/lib/python[\d.]+/(runpy|importlib|contextlib|threading|concurrent)\b"
 )
 """Files whose frames are folded, with the name of their package."""
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|^<frozen |/lib/python[\d.]+/")
+"""Files of libraries and of Python."""
+_REMOTE = "Traceback (most recent call last):"
+"""In the message of an exception that another process has raised: a data-loader worker, or a process of a pool."""
+_REMOTE_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)$')
 _ACCEL = (f"{Path(env.__file__).parents[1]}/", f"{Path(__file__).parents[1]}/")
 
 
 def format_stack(failure: Failure) -> list[str]:
     """Format the traceback without its last line, or the Python stack of a crash."""
-    if failure.exit is not None or not failure.chain:
+    if failure.exit is not None:
+        frames = [
+            frame for link in failure.chain[:1] for frame in link.frames if not _LIBRARY.search(frame.file)
+        ]
+        return _format_frames(frames[-1:], _MAX_STACK_LINES)
+    if not failure.chain:
         # The first frames are those that lead to the script.
         return _format_frames([*itertools.dropwhile(_get_package, failure.crash)], _MAX_STACK_LINES)
     raised, *origins = failure.chain
@@ -301,6 +319,9 @@ def format_stack(failure: Failure) -> list[str]:
             continue
         location = f" ({frames[-1].file}, line {frames[-1].line})" if frames else ""
         text = origin.text.strip().splitlines()[-1 if _is_syntax_error(origin) else 0]
+        if remote := _parse_remote(origin.text):
+            location = f" in another process ({remote.frame.file}, line {remote.frame.line})"
+            text = remote.error
         lines.append(_shorten(f"after {text}") + location)
     lines += _format_frames(raised.frames, _MAX_STACK_LINES - len(lines) - len(message) + 1)
     lines += message[:-1] if _is_syntax_error(raised) else []
@@ -349,10 +370,42 @@ def _format_message(link: ExceptionInfo) -> list[str]:
     lines = [_shorten(line, max_width) for line in link.text.rstrip("\n").split("\n")]
     if len(lines) <= max_lines or _is_syntax_error(link):
         return lines
+    if not is_explained and (remote := _parse_remote(link.text)):
+        head = [line for line in lines[: remote.start] if line.strip()][:2]
+        shown = [*_format_frames([remote.frame], 2), _shorten(remote.error)]
+        return [*head, f"... {len(lines) - len(head) - len(shown)} more lines in its log", *shown]
     more = len(lines) - max_lines + 1
     if is_explained:
         return [*lines[: -more - 1], f"... {more} more lines in its log", lines[-1]]
     return [*lines[:-more], f"... {more} more lines in its log"]
+
+
+class _Remote(NamedTuple):
+    """The traceback of another process in a message."""
+
+    start: int
+    """The number of its first line."""
+    frame: Frame
+    """The last frame of the user's code."""
+    error: str
+    """The exception."""
+
+
+def _parse_remote(text: str) -> _Remote | None:
+    """Parse the traceback of another process in a message; None without one that has a frame of the user's code."""
+    lines = text.splitlines()
+    start = next((number for number, line in enumerate(lines) if line.endswith(_REMOTE)), len(lines))
+    found = [
+        (number, match)
+        for number, line in enumerate(lines[start:], start)
+        if (match := _REMOTE_FRAME.match(line)) and not _LIBRARY.search(match[1])
+    ]
+    if not found:
+        return None
+    number, match = found[-1]
+    source = next(iter(lines[number + 1 : number + 2]), "")
+    error = next((line for line in lines[number + 1 :] if line.strip() and not line.startswith(" ")), "")
+    return _Remote(start, Frame(match[1], int(match[2]), match[3], source), error)
 
 
 def _shorten(line: str, max_width: int = _MAX_WIDTH) -> str:

@@ -61,6 +61,8 @@ _MAX_COLLECTIVES = 32
 _BUSY_SHARE = 0.02
 """The part of a processor that shows work: a sleeping rank with the threads of accel uses 0.3 % of one."""
 _BUSY_BYTES_PER_S = 64 << 10
+_EQUAL_SHAPES = frozenset({"all_reduce", "broadcast", "reduce"})
+"""The collectives whose inputs have one shape on all ranks."""
 _BARRIER = "a barrier waits for a rank that works alone"
 _PHASES: Mapping[str, tuple[str, ...]] = {
     "a checkpoint or a model is saved or loaded": (
@@ -102,6 +104,12 @@ class Collective:
     sizes: tuple[tuple[int, ...], ...]
     """The shapes of its inputs."""
     is_completed: bool
+
+    @property
+    def comparable(self) -> tuple[object, ...]:
+        """What must be equal on all ranks: in a scatter or gather, the shapes of one rank may differ."""
+        kind = self.name.rpartition(":")[2]
+        return (kind, self.sizes) if kind in _EQUAL_SHAPES else (kind,)
 
     def __str__(self) -> str:
         kind = self.name.rpartition(":")[2]
@@ -192,7 +200,7 @@ class _Wait(NamedTuple):
     members: Mapping[int, GroupTrace]
     """The records of the ranks of the group."""
     calls: Mapping[str, Sequence[int]]
-    """The ranks that wait, by their call."""
+    """The ranks that wait, by their call, and those that have made another one under its number."""
     absent: Sequence[int]
     """The ranks that have not entered it."""
     unknown: Sequence[int]
@@ -208,11 +216,17 @@ def _find_wait(name: str, traces: Mapping[int, Mapping[str, GroupTrace]]) -> _Wa
     if not pending:
         return None
     number = min(pending)
+    entered = {
+        rank: each for rank, trace in sorted(members.items()) if (each := trace.collectives.get(number))
+    }
+    waiting = {each.comparable for each in entered.values() if not each.is_completed}
+    texts: dict[object, str] = {}
     calls: dict[str, list[int]] = {}
-    for rank, trace in sorted(members.items()):
-        collective = trace.collectives.get(number)
-        if collective and not collective.is_completed:
-            calls.setdefault(str(collective), []).append(rank)
+    for rank, each in entered.items():
+        # gloo may complete a call on one rank that does not match the calls of the others.
+        if not each.is_completed or each.comparable not in waiting:
+            text = texts.setdefault(each.comparable, str(each))
+            calls.setdefault(text, []).append(rank)
     absent = [rank for rank, trace in sorted(members.items()) if trace.last < number]
     return _Wait(number, members, calls, absent, sorted(set(known) - traces.keys()))
 
@@ -252,18 +266,22 @@ def have_collectives_advanced(
     )
 
 
-def explain_hang(traces: Mapping[int, Mapping[str, GroupTrace]], locations: Mapping[int, str]) -> list[str]:
-    """Return lines about each group whose oldest collective has not completed; none if no rank waits in one.
+def explain_hang(record: HangRecord) -> list[str]:
+    """Return lines about each group whose oldest collective has not completed.
 
-    Args:
-        traces: The records of the ranks.
-        locations: The line of the script at which each rank is, if it is known.
+    Without one, as with a receive or a wait for a store key, which torch does not record, they are about the ranks that are in
+    a call that waits for others, and those that are elsewhere. There are none if no rank waits for others.
     """
-    waits = _find_waits(traces)
-    return [line for name, wait in waits.items() for line in _explain_wait(name, wait, locations)]
+    waits = _find_waits(record.traces)
+    if waits or not record.calls:
+        return [line for name, wait in waits.items() for line in _explain_wait(name, wait, record)]
+    places: dict[str, list[int]] = {}
+    for rank in sorted(record.locations):
+        places.setdefault(record.describe_place(rank), []).append(rank)
+    return [f"  {format_ranks(ranks)} {_are(ranks)} {place}" for place, ranks in places.items()]
 
 
-def _explain_wait(name: str, wait: _Wait, locations: Mapping[int, str]) -> Iterator[str]:
+def _explain_wait(name: str, wait: _Wait, record: HangRecord) -> Iterator[str]:
     number = wait.number
     label = f"collective {number} of {'the default group' if name == '0' else f'the group {name}'}"
     if len(wait.calls) > 1:
@@ -276,7 +294,7 @@ def _explain_wait(name: str, wait: _Wait, locations: Mapping[int, str]) -> Itera
         trace = wait.members[rank]
         last = trace.collectives.get(trace.last)
         before = f"its last one is number {trace.last}, {last}" if last else "it has made none"
-        place = f"; it is at {locations[rank]}" if locations.get(rank) else ""
+        place = f"; it is {record.describe_place(rank)}" if record.locations.get(rank) else ""
         yield f"  rank {rank} has not entered it: {before}{place}"
     if wait.unknown:
         yield f"  {format_ranks(wait.unknown)} {_are(wait.unknown)} without a record"
@@ -294,14 +312,22 @@ class HangRecord:
     """The records of the ranks, by rank and group."""
     locations: Mapping[int, str] = field(default_factory=dict)
     """The line of the script at which each rank is, if it is known."""
+    calls: Mapping[int, str] = field(default_factory=dict)
+    """The call that waits for others in which a rank is: `recv()`."""
     activity: Mapping[str, str] = field(default_factory=dict)
     """What other nodes do that may be work, by their host."""
+
+    def describe_place(self, rank: int) -> str:
+        """Return where a rank is, whose line is known, as `in recv() at train.py:12 (main)`."""
+        call = f"in {self.calls[rank]} " if rank in self.calls else ""
+        return f"{call}at {self.locations[rank]}"
 
     def merge(self, other: HangRecord) -> HangRecord:
         """Return the records of both."""
         return HangRecord(
             {**self.traces, **other.traces},
             {**self.locations, **other.locations},
+            {**self.calls, **other.calls},
             {**self.activity, **other.activity},
         )
 
@@ -320,7 +346,7 @@ class HangRecord:
             }
             for rank, groups in self.traces.items()
         }
-        return {"traces": traces, "locations": dict(self.locations)}
+        return {"traces": traces, "locations": dict(self.locations), "calls": dict(self.calls)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], host: str) -> HangRecord:
@@ -339,9 +365,9 @@ class HangRecord:
             for rank, groups in data["traces"].items()
         }
         locations = {int(rank): f"{place} on {host}" for rank, place in data["locations"].items()}
-        return cls(
-            traces, locations, {host: f"{activity} on {host}"} if (activity := data.get("activity")) else {}
-        )
+        calls = {int(rank): call for rank, call in data["calls"].items()}
+        activity = data.get("activity")
+        return cls(traces, locations, calls, {host: f"{activity} on {host}"} if activity else {})
 
 
 class HangExchange:

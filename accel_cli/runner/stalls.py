@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -69,8 +70,15 @@ _LIBRARIES = ("/site-packages/", "/dist-packages/", 'File "<frozen ', f"{Path(en
 _SAMPLE_S, _MAX_SAMPLE_S = 30.0, 600.0
 """Seconds between two looks at the ranks that still run: at first, and at most."""
 _MAX_SHOWN = 2
+_STDLIB = f'File "{sysconfig.get_path("stdlib")}/'
+"""The start of a frame of the standard library, such as that of a queue or a lock."""
 _LIBRARY_FILES = ("/site-packages/", "/dist-packages/", "<frozen ", f"{sysconfig.get_path('stdlib')}/")
 _COMMUNICATION = "/torch/distributed/"
+_RUNTIME = f"{Path(env.__file__).parents[1]}/"
+_SIGNATURES = f"{_RUNTIME}collectives/signatures.py"
+"""The decorator of the calls of accel."""
+_WAITING = (f"{_RUNTIME}collectives/", f"{_RUNTIME}backends/")
+"""The folders of accel whose functions wait for other ranks."""
 _OWN_WORK = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
 """Folders of torch whose functions read and write files, rather than wait for other ranks."""
 
@@ -293,7 +301,7 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
-    hang = _explain_hang(_read_record(folders, stacks))
+    hang = explain_hang(_read_record(folders, stacks))
     return "\n".join([*_format_table(beats), *groups, *describe_loader_workers(folders), *hang])
 
 
@@ -309,7 +317,7 @@ def describe_collectives(
         failed: The rank.
         collect: Adds the records of other nodes.
     """
-    return "\n".join(_explain_hang(collect(_read_record(folders, request_stacks(folders), failed))))
+    return "\n".join(explain_hang(collect(_read_record(folders, request_stacks(folders), failed))))
 
 
 def read_hang_record(folders: Mapping[int, RankFolder]) -> HangRecord:
@@ -321,17 +329,14 @@ def _read_record(
     folders: Mapping[int, RankFolder], stacks: Mapping[int, Stacks], failed: int | None = None
 ) -> HangRecord:
     locations = {rank: place for rank, each in stacks.items() if (place := format_location(each.main))}
-    return HangRecord(request_traces(folders, failed), locations)
-
-
-def _explain_hang(record: HangRecord) -> list[str]:
-    """Describe the collectives in which ranks wait, with the ranks outside of them and their lines."""
-    return explain_hang(record.traces, record.locations)
+    calls = {rank: call for rank, each in stacks.items() if (call := _find_waiting_call(each.main))}
+    return HangRecord(request_traces(folders, failed), locations, calls)
 
 
 def format_location(stack: tuple[str, ...]) -> str:
     """Return the innermost frame of the user's code in a stack of faulthandler as `train.py:12 (main)`; empty without a stack."""
-    frame = next(iter(_get_user_frames(stack)), "")
+    frames = _get_user_frames(stack)
+    frame = next((frame for frame in frames if not frame.startswith(_STDLIB)), next(iter(frames), ""))
     match = FRAME.fullmatch(frame)
     return f"{Path(match['file']).name}:{match['line']} ({match['function']})" if match else frame
 
@@ -355,7 +360,7 @@ def _format_report(
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
     lines += describe_loader_workers(folders)
-    lines += _explain_hang(collect(_read_record(folders, stacks)))
+    lines += explain_hang(collect(_read_record(folders, stacks)))
     return "\n".join(lines)
 
 
@@ -746,6 +751,17 @@ class _Wait(NamedTuple):
     line: str
     numbers: tuple[object, ...]
     """The groups and numbers of its collectives that have not completed: two waits at one line differ in them."""
+
+
+def _find_waiting_call(stack: Sequence[str]) -> str:
+    """Return the call of torch or of accel that waits for other ranks, if a rank is in one; else an empty text."""
+    frames = [frame for frame in stack if not frame.startswith(_STDLIB) and _SIGNATURES not in frame]
+    if call := _find_communication(frames):
+        return call
+    matches = [match for match in map(FRAME.search, frames) if match]
+    calls = [*itertools.takewhile(lambda match: _RUNTIME in match["file"], matches)]
+    is_waiting = bool(calls) and any(folder in calls[0]["file"] for folder in _WAITING)
+    return f"{calls[-1]['function']}()" if is_waiting else ""
 
 
 def _find_communication(stack: Iterable[str]) -> str:

@@ -210,7 +210,8 @@ _PARTS: Mapping[str, str] = {
     "update_ns": "after a backward pass",
     "wait_ns": "waiting",
 }
-_SUBJECT = re.compile(r"\w+ of (.+?)(?: from rank \d+)?$")
+_SUBJECT = re.compile(r"(?!broadcast_object_list|gather_for_metrics)\w+ of (.+?)(?: from rank \d+)?$")
+"""The name of a collective of accel itself; the two others are calls of the script."""
 
 
 def simplify_operation(text: str) -> str:

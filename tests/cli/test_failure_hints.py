@@ -90,3 +90,14 @@ def test_a_module_in_the_working_directory_is_found_there(tmp_path, monkeypatch)
 def test_other_errors_have_no_hint():
     assert find_hint("ValueError: boom") is None
     assert find_hint("ModuleNotFoundError: No module named 'json.nosuch'") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+        "RuntimeError: basic_ios::clear: iostream error",
+    ],
+)
+def test_an_incomplete_file_of_torch_leads_to_the_disk(error):
+    assert "the disk is full" in find_hint(error)

@@ -277,3 +277,70 @@ def test_a_script_without_a_launcher_process_prints_the_hint_below_its_traceback
     *_, cause, hint = process.stderr.splitlines()
     assert cause == "ModuleNotFoundError: No module named 'no_such_package_anywhere'"
     assert hint.startswith(f"accel: hint: the script runs with {sys.executable}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sys\nsys.exit(3)\n",
+        "import argparse\nargparse.ArgumentParser().parse_args(['--absent'])\n",
+    ],
+    ids=["sys.exit", "argparse"],
+)
+def test_an_exit_with_a_code_has_the_line_of_the_script(tmp_path, source):
+    read, _ = run_and_read_failure(tmp_path, source)
+    call = source.splitlines()[1]
+    assert failures.format_stack(read) == [
+        f'  File "{tmp_path}/train.py", line 2, in <module>',
+        f"    {call}",
+    ]
+    assert failures.describe_end(read) == f"exited with code {read.exitcode}"
+
+
+WORKER_TEXT = """\
+KeyError: Caught KeyError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/x/site-packages/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/home/me/train.py", line 10, in __getitem__
+    return self.labels['x']
+           ~~~~~~~~~~~^^^^^
+  File "/usr/lib/python3.11/collections/__init__.py", line 1011, in __getitem__
+    return self.data[key]
+KeyError: 'x'
+"""
+
+
+def test_the_failure_of_a_data_loader_worker_keeps_its_line_and_its_exception():
+    assert failures.format_cause(failure(0, kind="builtins.KeyError", text=WORKER_TEXT)).splitlines() == [
+        "KeyError: Caught KeyError in DataLoader worker process 0.",
+        "... 6 more lines in its log",
+        '  File "/home/me/train.py", line 10, in __getitem__',
+        "    return self.labels['x']",
+        "KeyError: 'x'",
+    ]
+
+
+def test_the_failure_of_a_process_of_a_pool_names_its_line():
+    text = f'multiprocessing.pool.RemoteTraceback: \n"""\n{WORKER_TEXT.partition("Original ")[2]}"""\n'
+    raised = ExceptionInfo("builtins.KeyError", "KeyError: 'x'\n")
+    remote = ExceptionInfo("multiprocessing.pool.RemoteTraceback", text)
+    report = Failure(0, "box", 7, 1, 1.0, "log", chain=(raised, remote))
+    assert failures.format_stack(report) == [
+        "after KeyError: 'x' in another process (/home/me/train.py, line 10)"
+    ]
+
+
+def test_an_abort_in_a_thread_of_a_library_has_the_stack_of_the_main_thread(tmp_path):
+    folder = RankFolder(tmp_path)
+    folder.fault.write_text(
+        'Fatal Python error: Aborted\n\nThread 0x01 (most recent call first):\n  File "/x/heartbeat.py", line 3 in beat\n\n'
+        'Thread 0x02 (most recent call first):\n  File "/home/me/train.py", line 12 in <module>\n\nExtension modules: x\n'
+    )
+    crash = {}
+    for number in (signal.SIGABRT, signal.SIGSEGV):
+        read = failures.read_failure(
+            folder, Failure(0, "box", 7, -number, 0.0), started=0.0, is_replica_host=False
+        )
+        crash[number] = [(frame.file, frame.line) for frame in read.crash]
+    assert crash == {signal.SIGABRT: [("/home/me/train.py", 12)], signal.SIGSEGV: []}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from accel_cli.runner.hang_report import explain_hang, parse_trace
+from accel_cli.runner.hang_report import HangRecord, explain_hang, parse_trace
 
 ALL_REDUCE, BROADCAST = ("gloo:all_reduce", [[3, 4]]), ("nccl:broadcast", [[5]])
 
@@ -35,7 +35,7 @@ def write_record(calls, *, done, group=DEFAULT, state="scheduled"):
 
 def explain(*records, locations=None):
     traces = {rank: parse_trace(record) for rank, record in enumerate(records)}
-    return [line.strip() for line in explain_hang(traces, locations or {})]
+    return [line.strip() for line in explain_hang(HangRecord(traces, locations or {}))]
 
 
 def test_the_collective_and_the_ranks_in_and_before_it_are_named():
@@ -138,7 +138,40 @@ def test_the_last_collective_of_a_failed_rank_has_not_completed():
         1: parse_trace(write_record(calls[:1], done=1)),
         2: parse_trace(write_record(calls, done=1)),
     }
-    assert [line.strip() for line in explain_hang(traces, {})] == [
+    assert [line.strip() for line in explain_hang(HangRecord(traces))] == [
         "ranks 0 and 2 are in all_reduce of [3, 4], collective 2 of the default group",
         "rank 1 has not entered it: its last one is number 1, broadcast of [5]",
     ]
+
+
+PAIR = ("0", "[0, 1]", "")
+
+
+def test_ranks_in_calls_that_torch_does_not_record_are_named_with_those_that_are_elsewhere():
+    locations = {0: "train.py:9 (main)", 1: "train.py:4 (load)", 2: "train.py:9 (main)"}
+    record = HangRecord({}, locations, {0: "recv()", 2: "recv()"})
+    assert explain_hang(record) == [
+        "  ranks 0 and 2 are in recv() at train.py:9 (main)",
+        "  rank 1 is at train.py:4 (load)",
+    ]
+    assert explain_hang(HangRecord({}, locations)) == []
+
+
+def test_a_rank_that_waits_elsewhere_is_told_apart_from_one_that_does_not():
+    traces = {rank: parse_trace(write_record([ALL_REDUCE][rank:], done=0, group=PAIR)) for rank in (0, 1)}
+    lines = explain_hang(HangRecord(traces, {1: "train.py:9 (main)"}, {1: "recv()"}))
+    assert lines[-1] == "  rank 1 has not entered it: it has made none; it is in recv() at train.py:9 (main)"
+
+
+def test_a_call_that_gloo_has_completed_differs_from_one_that_waits():
+    other = ("gloo:all_reduce", [[4, 4]])
+    lines = explain(write_record([other], done=0, group=PAIR), write_record([ALL_REDUCE], done=1, group=PAIR))
+    assert lines == [
+        "collective 1 of the default group differs: rank 0: all_reduce of [4, 4]; rank 1: all_reduce of [3, 4]"
+    ]
+
+
+def test_the_shapes_of_a_scatter_may_differ():
+    calls = [("gloo:scatter", [[4, 5]]), ("gloo:scatter", [])]
+    lines = explain(*(write_record([call], done=0, group=PAIR) for call in calls))
+    assert lines == ["ranks 0 and 1 are in scatter of [4, 5], collective 1 of the default group"]

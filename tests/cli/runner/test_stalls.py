@@ -7,14 +7,17 @@ import random
 import signal
 import subprocess
 import sys
+import sysconfig
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.processes.children import Process
 from support.processes.waits import wait_until
 
+import accel_runtime
 from accel_cli import worker
 from accel_cli.runner import stalls
 from accel_cli.runner.hang_report import Collective, GroupTrace, HangRecord, Observation, RankObservation
@@ -365,3 +368,39 @@ def test_a_process_without_a_handler_of_the_signal_is_not_ended_by_it(tmp_path):
     with run_rank(folder, f"{WITHOUT_SIGNAL}\n{HOLDS_THE_LOCK['waits']}") as process:
         assert wait_for_problem(folder).startswith("stacks are not available: ")
         assert process.poll() is None
+
+
+def format_frames(*frames):
+    return tuple(f'File "{file}", line {line} in {name}' for file, line, name in frames)
+
+
+QUEUE = (sysconfig.get_path("stdlib") + "/queue.py", 171, "get")
+SCRIPT = ("/home/me/train.py", 27, "main")
+TORCH, RUNTIME = "/x/site-packages/torch/distributed/", f"{Path(accel_runtime.__file__).parent}/"
+
+
+def test_the_line_of_a_rank_in_a_queue_is_that_of_the_script():
+    assert stalls.format_location(format_frames(QUEUE, SCRIPT)) == "train.py:27 (main)"
+
+
+@pytest.mark.parametrize(
+    ("frames", "call"),
+    [
+        ([(f"{TORCH}distributed_c10d.py", 2, "recv"), (f"{TORCH}c10d_logger.py", 1, "wrapper"), SCRIPT], "recv()"),
+        (
+            [
+                (f"{RUNTIME}collectives/stalls.py", 1, "wait"),
+                (f"{RUNTIME}accelerator/checkpointing.py", 1, "save_state"),
+                (f"{RUNTIME}collectives/signatures.py", 1, "call"),
+                SCRIPT,
+            ],
+            "save_state()",
+        ),
+        ([(f"{RUNTIME}data/prepare.py", 1, "read"), SCRIPT], ""),
+        ([QUEUE, SCRIPT], ""),
+        ([], ""),
+    ],
+    ids=["of torch", "of accel", "work of accel", "of Python", "no stack"],
+)  # fmt: skip
+def test_a_call_that_waits_for_other_ranks_is_named(frames, call):
+    assert stalls._find_waiting_call(format_frames(*frames)) == call

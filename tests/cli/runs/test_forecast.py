@@ -58,6 +58,8 @@ def test_a_run_that_continues_is_recognized_by_its_arguments():
         ("gather", "gather()"),
         ("backward()", "backward()"),
         ("broadcast_object of random states from rank 0", "exchange of random states"),
+        ("broadcast_object_list of 1", "broadcast_object_list()"),
+        ("gather_for_metrics of objects", "gather_for_metrics()"),
         ("all_gather of the loss of LBFGS", "exchange of the loss of LBFGS"),
     ],
 )
