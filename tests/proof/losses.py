@@ -38,7 +38,7 @@ FOLDER = RECORDS / "losses"
 SCRIPT = ROOT / "tests" / "support" / "runs" / "golden_runs.py"
 XLA_PYTHON = ROOT / ".venv-xla" / "bin" / "python"
 XLA_CELLS = ("one process", "accumulation")
-TIMEOUT_S = 900
+TIMEOUT_S = 3600
 Run = dict[str, Any]
 Launch = Callable[[int, Sequence[str]], str]
 """Launches the script with a number of processes and its arguments, and returns its output."""
