@@ -110,7 +110,7 @@ clean:  ## Remove everything that the other targets create
 INSTALL = -m pip install --disable-pip-version-check --no-compile
 
 $(DEMO_READY): pyproject.toml constraints.txt
-	@echo 'Setting up $(VENV) with accel and what examples/digits.py imports: about 40 packages, 1.2 GB on disk'
+	@echo 'Setting up $(VENV) with accel and what examples/digits.py imports: about 40 packages; 1.2 GB on disk with torch for the CPU, more with CUDA'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@start=$$(date +%s); $(BIN)/python $(INSTALL) -c constraints.txt -e '.[demo]' >$(VENV)/install.log \
 	  || { cat $(VENV)/install.log; exit 1; }; \
