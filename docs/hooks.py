@@ -23,6 +23,7 @@ from accel_cli import errors
 from accel_cli.accelerate.config_conversion import JOB_RULES
 from accel_cli.accelerate.config_values import OFF, AccelerateConfig, KeyRule
 from accel_cli.extensions.opentelemetry.sink import GAUGES
+from accel_cli.extensions.opentelemetry.spans import SPANS
 from accel_cli.launchers import LAUNCHERS
 from accel_cli.launchers.sections import Question, Section
 from accel_cli.main import accel
@@ -659,6 +660,7 @@ def metrics_page() -> str:
         ),
         "## OpenTelemetry",
         _table(("Metric", "Unit", "Value"), gauges),
+        _table(("Span", "Time"), [(f"`{name}`", text) for name, text in SPANS.items()]),
         "## Causes of lost time",
         _table(("Cause", "Time"), causes),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from accel_cli.runs.goodput import read_checkpoints
@@ -12,18 +13,25 @@ from accel_cli.runs.progress import RunProgress
 from accel_cli.runs.run_dir import RunFolder
 from accel_cli.runs.run_files import read_last_objects
 
-__all__ = ["RunSpans"]
+__all__ = ["SPANS", "RunSpans"]
+
+SPANS: Mapping[str, str] = MappingProxyType({
+    "launch": "the whole launch, with its state, exit code, steps, restarts and goodput",
+    "rendezvous": "until the ranks of all nodes are known",
+    "attempt": "from the start of the processes to their end; failures are events with rank, host and cause",
+    "first batch": "from the start of the processes to the first batch",
+    "first step": "from the start of the processes to the end of the first step",
+    "steps": "the steps between two exports, with the mean parts of a step",
+    "save": "a checkpoint that is saved, with its path",
+    "load": "a checkpoint that is loaded, with its path",
+    "stall": "from the last progress until the next; with `stall_timeout`",
+    "restart": "from a failure until the first step after it",
+})  # fmt: skip
+"""The spans by name, with the time of each."""
 
 
 class RunSpans:
-    """Spans of a run: `launch`, and within it those of each attempt.
-
-    - `rendezvous`: until the ranks of all nodes are known.
-    - `attempt`: from the start of the processes to their end, with the failures as events. Within it:
-    - `first batch` and `first step`: from the start of the processes.
-    - `steps`: the steps between two exports, with the mean parts of one.
-    - `save`, `load` and `stall`.
-    - `restart`: from a failure until the first step after it.
+    """Spans of a run: those of `SPANS`, within `launch` and, but for `rendezvous` and `restart`, within `attempt`.
 
     Args:
         run: The folder of the run.

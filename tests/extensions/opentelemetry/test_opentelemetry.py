@@ -10,6 +10,7 @@ from support.processes.otlp_receiver import read_attributes, receive_otlp
 from support.runs.run_folders import START, RunWriter, write_beat
 
 from accel_cli.extensions.opentelemetry.sink import OpenTelemetry
+from accel_cli.extensions.opentelemetry.spans import SPANS
 from accel_cli.runs.heartbeats import Totals
 from accel_cli.runs.progress import RunProgress
 from accel_cli.runs.run_dir import RunFolder
@@ -95,6 +96,7 @@ def test_spans_have_the_times_of_what_was_recorded(receiver, tmp_path):
         "first step": [(10.0, 13.0)],
         "steps": [(13.0, 15.0)],
     }
+    assert times.keys() == SPANS.keys()
     ids = {span.span_id: name for name, spans in receiver.spans.items() for span in spans}
     parents = {name: {ids.get(span.parent_span_id, "") for span in spans} for name, spans in receiver.spans.items()}  # fmt: skip
     assert parents == {
