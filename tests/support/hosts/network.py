@@ -27,12 +27,14 @@ class Host:
         self.namespace, self._switch, self._port = namespace, switch, f"p{number}"
         self.processes: list[subprocess.Popen[str]] = []
 
-    def accel(self, *args: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    def accel(
+        self, *args: str, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
         """Run `accel` on this host, forked from an interpreter that has imported torch."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         namespace_and_name = (self.namespace, self.name)
         process = Accel(
-            *args, host=namespace_and_name, text=True, env={**os.environ, **(env or {})}, **streams
+            *args, host=namespace_and_name, text=True, env={**os.environ, **(env or {})}, cwd=cwd, **streams
         )
         self.processes.append(process)
         return process
