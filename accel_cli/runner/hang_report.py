@@ -275,10 +275,15 @@ def explain_hang(record: HangRecord) -> list[str]:
     waits = _find_waits(record.traces)
     if waits or not record.calls:
         return [line for name, wait in waits.items() for line in _explain_wait(name, wait, record)]
+    return _list_places(record.locations, record)
+
+
+def _list_places(ranks: Iterable[int], record: HangRecord) -> list[str]:
+    """Return a line for each place at which ranks are, of those whose line is known."""
     places: dict[str, list[int]] = {}
-    for rank in sorted(record.locations):
+    for rank in sorted(set(ranks) & record.locations.keys()):
         places.setdefault(record.describe_place(rank), []).append(rank)
-    return [f"  {format_ranks(ranks)} {_are(ranks)} {place}" for place, ranks in places.items()]
+    return [f"  {format_ranks(group)} {_are(group)} {place}" for place, group in places.items()]
 
 
 def _explain_wait(name: str, wait: _Wait, record: HangRecord) -> Iterator[str]:
@@ -287,6 +292,7 @@ def _explain_wait(name: str, wait: _Wait, record: HangRecord) -> Iterator[str]:
     if len(wait.calls) > 1:
         calls = "; ".join(f"{format_ranks(ranks)}: {call}" for call, ranks in wait.calls.items())
         yield f"  {label} differs: {calls}"
+        yield from _list_places(itertools.chain.from_iterable(wait.calls.values()), record)
     else:
         ((call, ranks),) = wait.calls.items()
         yield f"  {format_ranks(ranks)} {_are(ranks)} in {call}, {label}"

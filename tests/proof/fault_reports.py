@@ -98,17 +98,21 @@ def _read_frames(lines: Iterable[str], folder: str) -> list[Place]:
 
 
 def _read_traceback(lines: list[str], error: list[str], folder: str) -> tuple[list[Place], list[Place]]:
-    """Return the frames that stand above an error, and those of processes whose failure caused it."""
-    end = len(lines) - 1 - lines[::-1].index(error[0])
-    start = end
-    while start and not lines[start - 1].startswith("accel: "):
-        start -= 1
-    causes = re.findall(
-        rf"^after .* in another process \({re.escape(folder)}/(.*), line (\d+)\)$",
-        "\n".join(lines[start:end]),
-        re.MULTILINE,
-    )
-    return _read_frames(lines[start:end], folder), [(file, int(line)) for file, line in causes]
+    """Return the frames that stand above an error, and those of processes whose failure caused it.
+
+    Where the output of several machines is one, they stand above the error of the machine that has the rank.
+    """
+    frames: list[Place] = []
+    causes: list[Place] = []
+    for end in (number for number, line in enumerate(lines) if line == error[0]):
+        start = end
+        while start and not lines[start - 1].startswith("accel: "):
+            start -= 1
+        frames += _read_frames(lines[start:end], folder)
+        pattern = rf"^after .* in another process \({re.escape(folder)}/(.*), line (\d+)\)$"
+        found = re.findall(pattern, "\n".join(lines[start:end]), re.MULTILINE)
+        causes += [(file, int(number)) for file, number in found]
+    return frames, causes
 
 
 def _read_error(  # noqa: C901 - one form of error after the other
@@ -168,6 +172,7 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
     stacks: defaultdict[int, list[Place]] = defaultdict(list)
     workers: defaultdict[int, list[Place]] = defaultdict(list)
     absent: dict[int, list[Place]] = {}
+    named: dict[int, list[Place]] = {}
     differing: list[int] = []
     silent: list[int] = []
     for number, line in enumerate(block):
@@ -193,6 +198,8 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
             match := re.match(r"^  (ranks? [\d, andto]+?) (?:is|are) (at .*)", line)
         ):
             locations.update(dict.fromkeys(_parse_ranks(match[1]), match[2]))
+            for rank in _parse_ranks(match[1]):
+                named[rank] = _read_places(match[2])
         elif re.search(r"^  collective \d+ of .* differs: ", line):
             for part in re.findall(r"(ranks? [\d, andto]+): ", line.partition("differs: ")[2]):
                 differing += _parse_ranks(part)
@@ -206,6 +213,8 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
     mentioned = {
         rank: [*stacks.get(rank, []), *workers.get(rank, [])] for rank in {*stacks, *workers, *locations}
     }
+    for rank, places in named.items():
+        mentioned[rank] = [*mentioned.get(rank, []), *places]
     if differing:
         return {rank: mentioned.get(rank, []) for rank in differing}, mentioned
     ranks: Collection[int]

@@ -54,10 +54,15 @@ def test_the_collective_and_the_ranks_in_and_before_it_are_named():
 
 def test_ranks_in_different_collectives_of_one_number_are_a_mismatch():
     lines = explain(
-        write_record([ALL_REDUCE], done=0), write_record([BROADCAST], done=0), write_record([], done=0)
+        write_record([ALL_REDUCE], done=0),
+        write_record([BROADCAST], done=0),
+        write_record([], done=0),
+        locations={0: "train.py:12 (main)", 1: "train.py:14 (main) on h1"},
     )
     assert lines == [
         "collective 1 of the default group differs: rank 0: all_reduce of [3, 4]; rank 1: broadcast of [5]",
+        "rank 0 is at train.py:12 (main)",
+        "rank 1 is at train.py:14 (main) on h1",
         "rank 2 has not entered it: it has made none",
     ]
 
