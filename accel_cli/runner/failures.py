@@ -503,7 +503,9 @@ def format_one_line(failure: Failure) -> str:
 def format_reason(failure: Failure) -> str:
     """Format a failure for the reason file: the rank, the exception, and the last frames that fit."""
     head = f"exit code {failure.code} on {failure.host}, rank {failure.rank}: {describe_end(failure)}"
-    return fit_reason(head, format_stack(failure) or read_log_tail(failure))
+    stack = format_stack(failure)
+    is_exit = failure.exit is not None or not stack
+    return fit_reason(head, [*stack, *(read_log_tail(failure) if is_exit else ())])
 
 
 def describe_end(failure: Failure) -> str:

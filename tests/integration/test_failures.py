@@ -141,6 +141,7 @@ def test_the_report_of_an_exception_on_all_ranks(fails):
 def test_the_report_of_an_exit_code(fails):
     lines, code = fails(f"{IF_2}    sys.exit(3)\n{OTHERS_WAIT}")
     assert code == 3
+    assert lines[-2] == "    sys.exit(3)"
     assert lines[-1].endswith(": exited with code 3")
 
 
@@ -266,7 +267,8 @@ def test_ranks_that_the_launcher_ended_are_not_reported_as_failures(fails):
     )
     assert code == 5
     assert "exited with code 9" not in "\n".join(lines)
-    assert len([line for line in lines if line != "begins 0"]) == 3
+    assert lines[-2] == "    sys.exit(5)"
+    assert len([line for line in lines if line != "begins 0"]) == 6
 
 
 @pytest.mark.slow
