@@ -18,6 +18,7 @@ def __getattr__(name: str) -> object:
     if name in _LAUNCH_NAMES:
         import importlib  # noqa: PLC0415 - not for a rank
 
+        importlib.import_module("accel_runtime")  # refuses Windows before a module of POSIX is missing
         return getattr(importlib.import_module("accel_cli.python_launch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

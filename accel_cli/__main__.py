@@ -10,6 +10,12 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run `accel`; a signal while its modules are being imported ends it without a traceback."""
+    if sys.platform == "win32":
+        try:
+            import accel_runtime.environment  # noqa: F401, PLC0415 - the package refuses the platform
+        except ImportError as error:
+            print(f"accel: error: {error}", file=sys.stderr)  # noqa: T201 - the console is not imported yet
+            sys.exit(2)
     early_signals.exit_on_signals()
     from accel_cli.main import main as run  # noqa: PLC0415 - what a signal may end
 

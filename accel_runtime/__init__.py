@@ -7,7 +7,14 @@ imports below; at run time a table has the module of each name.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":  # before a module of POSIX is imported, whose absence explains nothing
+    raise ImportError(
+        "Cannot run on Windows: accel needs the processes, signals and file locks of POSIX. Install Python and accel in WSL, "
+        "which this command sets up: wsl --install"
+    )
 
 if TYPE_CHECKING:
     from accel_runtime.accelerate.imports import is_rich_available as is_rich_available

@@ -103,6 +103,8 @@ class Launcher(Section):
 
     title: ClassVar[str]
     """Its name in the wizard."""
+    proven_on: ClassVar[str] = ""
+    """The evidence that it works: `real service`, `emulator` or `CPU only`, a colon, and the details; docs/policies.md lists it."""
     location: ClassVar[Literal["local", "pod", "hosts", "job"]] = "local"
     """The place of its processes: this machine, the hosts of a TPU of which this is one, hosts on which it starts them itself,
     or a job of a service."""

@@ -41,6 +41,7 @@ class Single(Launcher):
     """One process on this machine, which replaces `accel launch`."""
 
     title: ClassVar[str] = "One process on this machine"
+    proven_on: ClassVar[str] = "real service: Linux with CPUs, and one GPU"
     replaces_process: ClassVar[bool] = True
 
     kind: Literal["single"] = Field("single", description="One process on this machine.")

@@ -415,6 +415,9 @@ class Torchrun(ElasticLauncher):
     # The exit code of a launch is decided in `runner/agent.py`.
 
     title: ClassVar[str] = "Several processes (torchrun)"
+    proven_on: ClassVar[str] = (
+        "CPU only: several processes over gloo, also on hosts that are network namespaces of one machine; not several GPUs"
+    )
 
     kind: Literal["torchrun"] = Field(
         "torchrun", description="Several processes, through torch's elastic agent (torch.distributed.run)."

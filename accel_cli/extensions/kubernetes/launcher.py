@@ -28,6 +28,7 @@ class Kubernetes(KubernetesSection):
     """A Job of a Kubernetes cluster, with an elastic agent in each pod."""
 
     title: ClassVar[str] = "A job on a Kubernetes cluster"
+    proven_on: ClassVar[str] = "emulator: an API server that runs the containers as processes"
     packages = ("kubernetes",)
     job_keys: ClassVar[tuple[str, ...]] = ("context", "namespace", "kubeflow", "jobset")
     launch_options = (*KubernetesSection.launch_options, _MANIFEST)

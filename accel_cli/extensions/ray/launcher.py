@@ -48,6 +48,7 @@ class Ray(job_launcher.JobLauncher):
     """A job of a Ray cluster, with one `accel launch` on each node of a placement group."""
 
     title: ClassVar[str] = "A job on a Ray cluster"
+    proven_on: ClassVar[str] = "real service: a Ray cluster of several nodes on one machine, CPUs only"
     packages = ("ray",)
     job_keys: ClassVar[tuple[str, ...]] = ("address",)
 

@@ -25,6 +25,9 @@ class SageMaker(SageMakerSection):
     """A training job of Amazon SageMaker, with the elastic agent in the container of every instance."""
 
     title: ClassVar[str] = "A training job on Amazon SageMaker"
+    proven_on: ClassVar[str] = (
+        "emulator: moto, and botocore's model of the service; the jobs run as processes"
+    )
 
     @classmethod
     @override

@@ -27,6 +27,7 @@ class SkyPilot(SkyPilotSection):
     """A job on a cluster of its own, which SkyPilot starts on the cheapest infrastructure and ends after the job."""
 
     title: ClassVar[str] = "A job on a cloud, with SkyPilot"
+    proven_on: ClassVar[str] = "emulator: an imitation of `sky`; `sky launch --dryrun` is the real command"
     job_keys: ClassVar[tuple[str, ...]] = ("managed",)
 
     @property

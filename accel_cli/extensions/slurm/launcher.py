@@ -132,6 +132,7 @@ class Slurm(JobLauncher):
     """A job of a Slurm cluster, with an elastic agent on each node."""
 
     title: ClassVar[str] = "A job on a Slurm cluster"
+    proven_on: ClassVar[str] = "real service: Slurm 22.05 with two nodes on one machine, CPUs only"
     variables: ClassVar[tuple[str, ...]] = ("SLURM_",)
     launch_options: ClassVar[tuple[LaunchOption, ...]] = (
         *JobLauncher.launch_options,

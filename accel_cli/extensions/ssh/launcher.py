@@ -53,6 +53,9 @@ class Ssh(Launcher):
     """`accel launch` on several hosts, started, watched and ended over ssh."""
 
     title: ClassVar[str] = "Several machines over ssh"
+    proven_on: ClassVar[str] = (
+        "real service: sshd of OpenSSH on hosts that are network namespaces of one machine, CPUs only"
+    )
     location = "hosts"
     launch_options = (
         LaunchOption(

@@ -39,6 +39,7 @@ class Xla(torchrun.ElasticLauncher):
     """The script on every device that torch_xla finds, each a replica of the model."""
 
     title: ClassVar[str] = "TPU (torch_xla)"
+    proven_on: ClassVar[str] = "CPU only: the CPU device of torch_xla; no TPU"
     location = "pod"
     listed_packages: ClassVar[tuple[str, ...]] = ("torch_xla", "libtpu")
     variables: ClassVar[tuple[str, ...]] = (

@@ -246,7 +246,7 @@ def test_a_missing_boto3_is_an_error_with_the_install_command(tmp_path):
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "'boto3>=1.43'" in process.stderr.splitlines()[-1]
+    assert "'boto3>=1.43.90'" in process.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

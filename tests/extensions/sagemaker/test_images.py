@@ -155,7 +155,7 @@ def test_every_instance_type_of_botocore_has_an_image():
 def test_a_missing_boto3_is_an_error_with_the_install_command(monkeypatch):
     aws.load_service_model.cache_clear()
     monkeypatch.setitem(sys.modules, "botocore.loaders", None)
-    assert "'boto3>=1.43'" in refused(check=images.list_types)
+    assert "'boto3>=1.43.90'" in refused(check=images.list_types)
 
 
 def test_an_unknown_aws_profile_does_not_matter(monkeypatch):

@@ -72,7 +72,7 @@ def test_a_missing_boto3_is_one_message_for_every_command(aws, jobs, monkeypatch
         monkeypatch.setitem(sys.modules, name, None)
     result = jobs(*words)
     assert result.returncode == 2
-    assert "'boto3>=1.43'" in result.stderr
+    assert "'boto3>=1.43.90'" in result.stderr
     assert "Traceback" not in result.stderr
 
 

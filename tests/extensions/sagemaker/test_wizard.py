@@ -98,7 +98,7 @@ def test_instance_types_are_completed_and_misspelled_ones_get_a_suggestion():
     assert wizard._find_type_error("ml.g5.xlrge").startswith(
         "Unknown launcher.instance_type 'ml.g5.xlrge'. Did you mean ml.g5.xlarge, "
     )
-    assert "pip install --upgrade 'boto3>=1.43'" in wizard._find_type_error("ml.g99.xlarge")
+    assert "pip install --upgrade 'boto3>=1.43.90'" in wizard._find_type_error("ml.g99.xlarge")
 
 
 def test_the_local_torch_version_is_listed_before_those_of_aws(config):
