@@ -88,7 +88,11 @@ def test_a_stall_report_has_steps_collectives_and_the_stacks_that_differ(accel, 
         assert f"{location} gather() at train.py:14 (<module>)" in table[2 + rank]
     assert table[5] == "  rank 1, innermost call first:"
     assert 'train.py", line 5' in table[6]
-    assert "ranks 0 and 2 are at the same place" in table[-1]
+    assert "ranks 0 and 2 are at the same place" in table[-3]
+    assert table[-2:] == [
+        "  ranks 0 and 2 are in gather() at train.py:14 (<module>)",
+        "  rank 1 is at train.py:5 (augment)",
+    ]
     assert notes[index + 1].startswith("progress resumed after")
 
 
