@@ -75,8 +75,8 @@ _STDLIB = f'File "{sysconfig.get_path("stdlib")}/'
 _LIBRARY_FILES = ("/site-packages/", "/dist-packages/", "<frozen ", f"{sysconfig.get_path('stdlib')}/")
 _COMMUNICATION = "/torch/distributed/"
 _RUNTIME = f"{Path(env.__file__).parents[1]}/"
-_SIGNATURES = f"{_RUNTIME}collectives/signatures.py"
-"""The decorator of the calls of accel."""
+_DECORATORS = (f"{_RUNTIME}collectives/signatures.py", f"{_RUNTIME}foundation/keywords.py")
+"""The decorators of the calls of accel."""
 _WAITING = (f"{_RUNTIME}collectives/", f"{_RUNTIME}backends/")
 """The folders of accel whose functions wait for other ranks."""
 _OWN_WORK = ("/torch/distributed/checkpoint/", "/torch/distributed/elastic/")
@@ -755,7 +755,8 @@ class _Wait(NamedTuple):
 
 def _find_waiting_call(stack: Sequence[str]) -> str:
     """Return the call of torch or of accel that waits for other ranks, if a rank is in one; else an empty text."""
-    frames = [frame for frame in stack if not frame.startswith(_STDLIB) and _SIGNATURES not in frame]
+    hidden = (_STDLIB, *(f'File "{file}"' for file in _DECORATORS))
+    frames = [frame for frame in stack if not frame.startswith(hidden)]
     if call := _find_communication(frames):
         return call
     matches = [match for match in map(FRAME.search, frames) if match]
