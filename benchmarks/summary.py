@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.report import NONE, format_table
 
-__all__ = ["DOCS", "summarize"]
+__all__ = ["DOCS", "headline_speed", "summarize"]
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _SUMMARY = """\
@@ -42,6 +42,16 @@ def summarize() -> str:
         other=medians["small step: Accelerate"][2],
         **next(_INTRODUCTION.finditer(text)).groupdict(),
         **next(_GPU_INTRODUCTION.finditer(gpu)).groupdict(),
+    )
+
+
+def headline_speed() -> tuple[str, str]:
+    """Return the time that accel adds to a step, and a sentence with that of Accelerate."""
+    medians = _read_medians((DOCS / "benchmarks.md").read_text(encoding="utf-8"))
+    bare, _, accelerate, _, accel = medians["1 process, step"]
+    return (
+        f"{accel} µs",
+        f"of CPU time added to a step of {bare} µs under `accel launch`, on one process; Accelerate adds {accelerate} µs",
     )
 
 

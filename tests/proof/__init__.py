@@ -49,8 +49,8 @@ class Part(Protocol):
     def render(self, results: Mapping[str, Any]) -> str:
         """Return the section below its heading, in Markdown: the method in two sentences, then a table, then what failed."""
 
-    def headline(self, results: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Return the number of the README and what it counts (`"118 of 120"`, `"injected faults named ..."`), or None."""
+    def headline(self, results: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the number of the README and what it counts (`"118 of 120"`, `"injected faults named ..."`)."""
 
 
 def read_record(name: str) -> dict[str, Any] | None:

@@ -578,12 +578,15 @@ def render(results: Mapping[str, Any]) -> str:
             "The last column counts reports that hold a rank responsible which has no fault; they are among the wrong ones."
         ),
         "",
-        *(line for case in cases if not case["right"] for line in _render_wrong(case)),
-        "One case, or all whose names contain a text, with all output:",
+        *(
+            _render_wrong(fault, cases)
+            for fault in dict.fromkeys(case["fault"] for case in cases if not case["right"])
+        ),
         "",
-        "```bash",
-        f"PYTHONPATH=tests:. .venv/bin/python -m proof.faults '{cases[0]['name']}'",
-        "```",
+        (
+            "[The record](proof/faults.json) has the output of each. One case, or all whose names contain a text: "
+            f"`PYTHONPATH=tests:. .venv/bin/python -m proof.faults '{cases[0]['name']}'`."
+        ),
     ]
     return "\n".join(lines)
 
@@ -596,15 +599,14 @@ def _render_row(kind: str, cases: Sequence[Mapping[str, Any]]) -> str:
     return f"| {kind} | {right} of {len(of_kind)} | {' | '.join(str(count or '') for count in counts)} |"
 
 
-def _render_wrong(case: Mapping[str, Any]) -> list[str]:
-    parts = [part for part in ("rank", "line", "cause") if case[f"{part}_right"] is False]
-    output = case["output"].replace("```", "~~~")
-    return [
-        f"- **{case['name']}**, wrong {' and '.join(parts)}. Expected: {case['expected']}. Found: {case['got']}.",
-        "",
-        *("    " + line for line in ["```text", *output.splitlines(), "```"]),
-        "",
+def _render_wrong(fault: str, cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for a fault, with the first of its cases that are wrong."""
+    wrong = [case for case in cases if case["fault"] == fault and not case["right"]]
+    parts = [
+        part for part in ("rank", "line", "cause") if any(case[f"{part}_right"] is False for case in wrong)
     ]
+    number = f"{len(wrong)} of {sum(case['fault'] == fault for case in cases)}"
+    return f"- **{fault}**: wrong {' and '.join(parts)} in {number}. Expected: {wrong[0]['expected']}. Found: {wrong[0]['got']}."
 
 
 def main() -> None:

@@ -44,14 +44,12 @@ def render(results: Mapping[str, Any]) -> str:
     """Return the method and a row for each promise."""
     rows = results["promises"]
     table = format_table(
-        ("promise", "tests", "one of them", "mutation", "noticed"),
+        ("promise", "test that notices it", "mutation"),
         [
             (
                 f"**{row['promise']}**" if row["documented"] else row["promise"],
-                str(row["tests"]),
                 f"`{row['test'].rpartition('/')[2].partition('[')[0].partition('::')[2]}`",
-                f"{row['mutation']} (`{row['target'].rpartition(':')[2]}`)",
-                "no" if row["problem"] else "yes",
+                f"`{row['target'].rpartition(':')[2]}`: {row['mutation']}",
             )
             for row in rows
         ],

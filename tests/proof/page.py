@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from proof import ROOT, Part, read_record
 
-from benchmarks.summary import summarize
+from benchmarks.summary import headline_speed, summarize
 
 __all__ = ["FIRST_PAGES", "NAMES", "PAGE", "insert_numbers", "render_numbers", "render_page", "write_pages"]
 
@@ -17,6 +17,8 @@ FIRST_PAGES = {ROOT / "README.md": "docs/", ROOT / "docs" / "index.md": ""}
 """Pages with the numbers, and the folder of the documentation in their links."""
 NAMES = ("faults", "saves", "soak", "losses", "scripts", "guarantees")
 """The parts, in the order of the page; each is a module of this package."""
+NUMBERS = ("faults", "saves", "soak", "scripts", "guarantees")
+"""The parts whose numbers are on the first pages, with that of the speed."""
 BEGIN, END = "<!-- proof -->\n", "<!-- /proof -->\n"
 """What encloses the numbers of a first page."""
 _INTRODUCTION = """\
@@ -34,18 +36,17 @@ def render_page() -> str:
     for name, part, record in _read_parts():
         where = f"`make proof PARTS={name}`, on {record['date']}, on {record['machine']}."
         sections.append(f"## {part.TITLE}\n\n{part.render(record['results']).strip()}\n\n{where}\n")
-    speed = f"## Speed\n\n{summarize('').strip()}\n\n`make bench`, and `make bench-gpu` on a machine with a GPU.\n"
+    speed = (
+        f"## Speed\n\n{summarize().strip()}\n\n`make bench`, and `make bench-gpu` on a machine with a GPU.\n"
+    )
     return "\n".join([_INTRODUCTION, *sections, speed])
 
 
 def render_numbers(folder: str) -> str:
     """Return the numbers of a page whose links to the documentation begin with `folder`."""
-    lines = []
-    for _, part, record in _read_parts():
-        if headline := part.headline(record["results"]):
-            number, text = headline
-            lines.append(f"- **{number}** {text}\n")
-    return "".join(lines)
+    headlines = [part.headline(record["results"]) for name, part, record in _read_parts() if name in NUMBERS]
+    numbers = "".join(f"- **{number}** {text}\n" for number, text in [*headlines, headline_speed()])
+    return f"{numbers}\n`make proof` measures them. [Proof]({folder}proof.md) has the methods, and each case that came out wrong.\n"
 
 
 def insert_numbers(text: str, folder: str) -> str:

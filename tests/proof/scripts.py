@@ -687,7 +687,7 @@ def render(results: Mapping[str, Any]) -> str:
         steps = ", ".join(map(str, dict.fromkeys(row.get("steps", []))))
         difference = f"{row['difference']:.0e}" if row.get("difference") else "0" if row["passed"] else ""
         table.append(
-            f"| {row['source']}: `{row['path']}` | {pin} | {what} | {steps} | {difference} | {'passed' if row['passed'] else '**failed**'} |"
+            f"| {_name(row)} | {pin} | {what} | {steps} | {difference} | {'passed' if row['passed'] else '**failed**'} |"
         )
     method = (
         f"{passed} of {len(run_rows)} public scripts train under `accel launch --cpu --nproc-per-node {results['processes']}`, with tiny "
@@ -697,26 +697,24 @@ def render(results: Mapping[str, Any]) -> str:
     )
     parts = [method, re.sub(r"\| +(?=\|)", "| ", "\n".join(table))]
     if failures := [row for row in run_rows if not row["passed"]]:
-        reasons = "\n".join(f"- {row['source']}: `{row['path']}`: {row['why']}" for row in failures)
+        reasons = "\n".join(f"- {_name(row)}: {row['why']}" for row in failures)
         parts.append(f"Failed, and why:\n\n{reasons}")
     if skipped := [row for row in rows if row["skipped"]]:
-        reasons = "\n".join(f"- {row['source']}: `{row['path']}`: {row['why']}" for row in skipped)
+        reasons = "\n".join(f"- {_name(row)}: {row['why']}" for row in skipped)
         parts.append(f"Not run:\n\n{reasons}")
-    if edited := [row for row in run_rows if row["edits"]]:
-        lines = [
-            f"- {row['source']}: `{row['path']}`: "
-            + ", ".join(f"`{old}` → {f'`{new}`' if new else 'removed'}" for old, new in row["edits"])
-            for row in edited
-        ]
-        parts.append(
-            "Edits, which make a script small or let it run on the CPU or with these versions at all, also by torchrun or Python:\n\n"
-            + "\n".join(lines)
-        )
     parts.append(
         "Scripts of repositories are read from clones: `make proof PARTS=scripts SCRIPTS=FOLDER`, with `FOLDER/OWNER/NAME`. "
-        "The arguments of each script are in [the record](proof/scripts.json)."
+        "The arguments of each script are in [the record](proof/scripts.json), with the edits, which make a script small or let it run on "
+        "the CPU or with these versions at all, also by torchrun or Python."
     )
     return "\n\n".join(parts)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """Return the repository and path of a script, or its package and path."""
+    return (
+        f"`{row['source']}/{row['path']}`" if "/" in row["source"] else f"`{row['path']}` of {row['source']}"
+    )
 
 
 def headline(results: Mapping[str, Any]) -> tuple[str, str]:
