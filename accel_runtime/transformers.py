@@ -57,6 +57,7 @@ class AccelCallback(TrainerCallback):  # type: ignore[misc]
     - `train()` without `resume_from_checkpoint` goes on from the newest complete checkpoint of `output_dir`: with `accel launch
       --resume` of any run, after a restart of the processes or a requeued job of this run. `train(resume_from_checkpoint=True)` takes the
       newest complete one as well; False and a path are the Trainer's.
+      A checkpoint is complete if all files have the sizes with which it was saved; one without the callback is checked by its formats.
 
     Args:
         trainer: The Trainer that gets the callback.
