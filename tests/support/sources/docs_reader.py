@@ -100,15 +100,6 @@ ELSEWHERE = {
     'python -m pip install -e ".[cloud]"': Elsewhere(
         "changes the environment that runs this test", "pyproject.toml"
     ),
-    **dict.fromkeys(
-        (
-            "accel checkpoint list s3://bucket/runs/7",
-            "accel checkpoint verify s3://bucket/runs/7",
-            "accel checkpoint copy s3://bucket/runs/7/checkpoints/checkpoint_3 checkpoint_3",
-            "accel checkpoint prune s3://bucket/runs/7 --keep 2",
-        ),
-        Elsewhere("needs an object store", "tests/extensions/object_stores/test_launch.py"),
-    ),
     "accel config": Elsewhere(
         "asks questions on a terminal",
         "tests/integration/test_wizard.py",
