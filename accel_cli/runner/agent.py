@@ -426,7 +426,8 @@ class ElasticAgent(LocalElasticAgent):
             if context.silence_hint and self._outputs and not self._is_silent:
                 context.silence_hint.check((context.recorder.last_event, self._outputs.last_output))
             if self._nodes and result.state is WorkerState.HEALTHY:
-                self._hangs.answer()
+                if self._hangs.answer() and self._stall_watch:
+                    self._stall_watch.skip_time()
                 return self._check_nodes(self._nodes, result)
         return result
 

@@ -53,8 +53,9 @@ _TIMEOUT_S, _POLL_S = 3.0, 0.05
 _MAX_BYTES = 64 << 20
 """The most bytes of the record of a process."""
 _MAX_SIZES = 3
-_EXCHANGE_S, _EXCHANGE_POLL_S = 6.0, 0.1
-"""Seconds until nodes that do not answer are left out: another node looks for requests once a second, and asks its ranks for three."""
+_EXCHANGE_S, _EXCHANGE_POLL_S = 8.0, 0.1
+"""Seconds until nodes that do not answer are left out: another node looks for requests once a second, and asks its ranks for their
+stacks and their collectives, three each."""
 _CHECK_S = 1.0
 _MAX_COLLECTIVES = 32
 """The newest collectives of a group that are sent to other nodes."""
@@ -270,12 +271,17 @@ def explain_hang(record: HangRecord) -> list[str]:
     """Return lines about each group whose oldest collective has not completed.
 
     Without one, as with a receive or a wait for a store key, which torch does not record, they are about the ranks that are in
-    a call that waits for others, and those that are elsewhere. There are none if no rank waits for others.
+    a call that waits for others, and those that are elsewhere. There are none if no rank waits for others. The last lines are
+    about the ranks that do not answer.
     """
     waits = _find_waits(record.traces)
-    if waits or not record.calls:
-        return [line for name, wait in waits.items() for line in _explain_wait(name, wait, record)]
-    return _list_places(record.locations, record)
+    lines = [line for name, wait in waits.items() for line in _explain_wait(name, wait, record)]
+    if not waits and record.calls:
+        lines = _list_places(record.locations, record)
+    problems: dict[str, list[int]] = {}
+    for rank, problem in sorted(record.problems.items()):
+        problems.setdefault(problem, []).append(rank)
+    return [*lines, *(f"  {format_ranks(ranks)}: {problem}" for problem, ranks in problems.items())]
 
 
 def _list_places(ranks: Iterable[int], record: HangRecord) -> list[str]:
@@ -302,8 +308,8 @@ def _explain_wait(name: str, wait: _Wait, record: HangRecord) -> Iterator[str]:
         before = f"its last one is number {trace.last}, {last}" if last else "it has made none"
         place = f"; it is {record.describe_place(rank)}" if record.locations.get(rank) else ""
         yield f"  rank {rank} has not entered it: {before}{place}"
-    if wait.unknown:
-        yield f"  {format_ranks(wait.unknown)} {_are(wait.unknown)} without a record"
+    if unknown := [rank for rank in wait.unknown if rank not in record.problems]:
+        yield f"  {format_ranks(unknown)} {_are(unknown)} without a record"
 
 
 def _are(ranks: Sequence[int]) -> str:
@@ -320,6 +326,8 @@ class HangRecord:
     """The line of the script at which each rank is, if it is known."""
     calls: Mapping[int, str] = field(default_factory=dict)
     """The call that waits for others in which a rank is: `recv()`."""
+    problems: Mapping[int, str] = field(default_factory=dict)
+    """The reason for which a rank does not answer: `no answer: it is stopped`."""
     activity: Mapping[str, str] = field(default_factory=dict)
     """What other nodes do that may be work, by their host."""
 
@@ -334,6 +342,7 @@ class HangRecord:
             {**self.traces, **other.traces},
             {**self.locations, **other.locations},
             {**self.calls, **other.calls},
+            {**self.problems, **other.problems},
             {**self.activity, **other.activity},
         )
 
@@ -352,7 +361,12 @@ class HangRecord:
             }
             for rank, groups in self.traces.items()
         }
-        return {"traces": traces, "locations": dict(self.locations), "calls": dict(self.calls)}
+        return {
+            "traces": traces,
+            "locations": dict(self.locations),
+            "calls": dict(self.calls),
+            "problems": dict(self.problems),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], host: str) -> HangRecord:
@@ -372,8 +386,9 @@ class HangRecord:
         }
         locations = {int(rank): f"{place} on {host}" for rank, place in data["locations"].items()}
         calls = {int(rank): call for rank, call in data["calls"].items()}
+        problems = {int(rank): f"{problem} on {host}" for rank, problem in data["problems"].items()}
         activity = data.get("activity")
-        return cls(traces, locations, calls, {host: f"{activity} on {host}"} if activity else {})
+        return cls(traces, locations, calls, problems, {host: f"{activity} on {host}"} if activity else {})
 
 
 class HangExchange:
@@ -401,15 +416,21 @@ class HangExchange:
         self._answered = 0
         self._next_check = time.monotonic() + _CHECK_S
 
-    def answer(self) -> None:
-        """Publish the record of this node if another one has asked for it since the last call, at most once a second."""
+    def answer(self) -> bool:
+        """Publish the record of this node if another one has asked for it since the last call, at most once a second.
+
+        Returns:
+            True if the record was published, which takes seconds if a rank does not answer.
+        """
         now = time.monotonic()
         if not self._others or now < self._next_check:
-            return
+            return False
         self._next_check = now + _CHECK_S
         asked = self._count(0)
-        if asked > self._answered:
-            self._publish(self._read(), asked)
+        if asked <= self._answered:
+            return False
+        self._publish(self._read(), asked)
+        return True
 
     def collect(self, own: HangRecord) -> HangRecord:
         """Return the records of all nodes, with that of this node; a node that does not answer in time has none."""

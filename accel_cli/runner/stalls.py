@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ _DOUBT_FACTOR = 10
 _MIN_PAUSE_S = 2.0
 """A launcher that does not run for this time was stopped; a busy computer delays it for less."""
 _MAX_OBSERVATION_S = 20.0
-"""The most seconds of an observation: stacks and collectives of this node, three each, and the answers of the others, six."""
+"""The most seconds of an observation: stacks and collectives of this node, three each, and the answers of the others, eight."""
 _SHOWN_DOUBTS = 3
 FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 """A frame in a stack of faulthandler."""
@@ -237,6 +237,12 @@ class StallWatch:
         self._record("stall", seconds=silence, text=report)
         return Stall(silence, has_trained, is_seen=any(beats.values()))
 
+    def skip_time(self) -> None:
+        """Leave out the time since the last check, in which the launcher has observed the ranks for another node: it is no pause."""
+        started, self._last_check = self._last_check, self._observer.read_clock()
+        if self._last_check - started > _MAX_OBSERVATION_S:
+            self._restart_count(is_progress=False)
+
     def describe_activity(self) -> str:
         """Describe what the ranks of this node do that may be work; empty if they seem to hang."""
         if self._is_stalled:
@@ -252,12 +258,14 @@ class StallWatch:
         before = self._observation
         self._observation = self._observer.observe(beats, self._watched, with_others=is_due)
         # The time that the observation takes is no pause, but it may contain one, and progress.
-        started, self._last_check = self._last_check, self._observer.read_clock()
+        started = self._last_check
+        self.skip_time()
         self._next_observation = self._watched + limit / 2
-        if self._last_check - started > _MAX_OBSERVATION_S:
-            self._restart_count(is_progress=False)
-            return None
-        if before is None or _read_signs(self._observer.read_beats()) != self._signs:
+        if (
+            self._last_check - started > _MAX_OBSERVATION_S
+            or before is None
+            or _read_signs(self._observer.read_beats()) != self._signs
+        ):
             return None
         judgement = judge(before, self._observation)
         self._doubts = judgement.doubts
@@ -301,7 +309,7 @@ def format_stall(folders: Mapping[int, RankFolder], *, full: bool = False) -> st
     stacks = request_stacks(folders)
     beats = {rank: Beat.read(folder.beat) for rank, folder in folders.items()}
     groups = [_format_stacks(ranks, stacks[ranks[0]], full=full) for ranks in _group_ranks(stacks, beats)]
-    hang = explain_hang(_read_record(folders, stacks))
+    hang = _explain_hang(_read_record(folders, stacks), stacks)
     return "\n".join([*_format_table(beats), *groups, *describe_loader_workers(folders), *hang])
 
 
@@ -330,7 +338,10 @@ def _read_record(
 ) -> HangRecord:
     locations = {rank: place for rank, each in stacks.items() if (place := format_location(each.main))}
     calls = {rank: call for rank, each in stacks.items() if (call := _find_waiting_call(each.main))}
-    return HangRecord(request_traces(folders, failed), locations, calls)
+    problems = {rank: each.problem for rank, each in stacks.items() if each.problem}
+    # One that is stopped does not answer either.
+    running = {rank: folder for rank, folder in folders.items() if problems.get(rank) != _STOPPED}
+    return HangRecord(request_traces(running, failed), locations, calls, problems)
 
 
 def format_location(stack: tuple[str, ...]) -> str:
@@ -360,8 +371,14 @@ def _format_report(
     if has_majority:
         lines.append(f"  {format_ranks(largest)} are at the same place; show them with accel stacks")
     lines += describe_loader_workers(folders)
-    lines += explain_hang(collect(_read_record(folders, stacks)))
+    lines += _explain_hang(collect(_read_record(folders, stacks)), stacks)
     return "\n".join(lines)
+
+
+def _explain_hang(record: HangRecord, shown: Collection[int]) -> list[str]:
+    """Explain a hang below the stacks of the ranks `shown`, which have the reason if one does not answer."""
+    problems = {rank: problem for rank, problem in record.problems.items() if rank not in shown}
+    return explain_hang(replace(record, problems=problems))
 
 
 def _group_ranks(stacks: Mapping[int, Stacks], beats: Mapping[int, Beat | None]) -> list[list[int]]:
@@ -428,6 +445,9 @@ _PROCESS_STATES = {
     "D": "it waits for a device",
     "Z": "it has ended",
 }
+
+
+_STOPPED = f"no answer: {_PROCESS_STATES['T']}"
 
 
 @dataclass(frozen=True)
@@ -543,7 +563,11 @@ _UNAVAILABLE = (
 
 def _ask_rank(folder: RankFolder) -> str:
     """Ask the thread of a rank for the stacks, or return the reason why that is impossible."""
-    problem = _find_problem(_read_status(read_pid(folder.pid)), folder.stacks)
+    status = _read_status(read_pid(folder.pid))
+    if status.get("State", "").startswith("T"):
+        # The answer would come once it continues.
+        return _STOPPED
+    problem = _find_problem(status, folder.stacks)
     return problem or ("" if send_request(folder.stack_request) else _UNAVAILABLE)
 
 

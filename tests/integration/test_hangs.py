@@ -11,7 +11,7 @@ from support.processes.commands import run_accel
 from support.processes.waits import limit
 
 SCRIPT = """
-import sys, time
+import os, signal, sys, time
 import torch
 import torch.distributed as dist
 
@@ -45,6 +45,8 @@ for step in range(6):
     optimizer.zero_grad()
     if kind == "ends early" and step == 2 and rank == 1:
         time.sleep(1000)
+    if kind == "is stopped" and step == 2 and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
 """
 WAITS = "rank 0 is in all_reduce of [3], collective "
 KINDS = {
@@ -130,3 +132,19 @@ def test_both_nodes_name_the_rank_that_has_not_come_and_its_line(script):
         assert re.search(r"rank 0 is in all_reduce of \[3\], collective \d+ of the default group", output)
         assert re.search(r"rank 1 has not entered it: .*; it is at train\.py:17 \(forward\)", output)
     assert any(f"train.py:17 (forward) on h{number}" in output for output in outputs for number in range(2))
+
+
+@pytest.mark.service("root")
+def test_a_stopped_rank_is_named_by_the_machine_that_reports_the_hang(script):
+    """Each machine asks the other one, which must not count the time of its answers as a pause."""
+    script(SCRIPT)
+    with hosts(2) as two:
+        launched = two.launch(
+            "-q", "--no-profile", "--cpu", "--nnodes", "2", "--rdzv-endpoint", "h0:29400", "--nproc-per-node", "1",
+            "--stall-timeout", "3", "--stall-action", "fail", "--shutdown-timeout", "1", "train.py", "is stopped",
+        )  # fmt: skip
+        outputs = [process.communicate(timeout=limit(90))[0] for process in launched]
+    text = "\n".join(outputs)
+    assert re.search(r"^  rank 1: no answer: it is stopped", text, re.MULTILINE), text
+    assert "error: The run has stalled: no progress for" in text
+    assert "does not answer. It is a stall after" not in text

@@ -55,10 +55,17 @@ def test_a_record_arrives_with_its_newest_collectives_and_the_name_of_its_node()
     assert arrived.locations == {1: "train.py:40 (main) on h1"}
 
 
+def test_a_rank_that_does_not_answer_arrives_with_the_reason_and_the_name_of_its_node():
+    record = HangRecord(problems={1: "no answer: it is stopped"})
+    arrived = HangRecord.from_json(json.loads(json.dumps(record.to_json())), "h1")
+    assert arrived.problems == {1: "no answer: it is stopped on h1"}
+    assert HangRecord().merge(arrived).problems == arrived.problems
+
+
 def test_a_node_that_finds_a_hang_gets_the_records_of_nodes_that_answer(monkeypatch):
     monkeypatch.setattr(hang_report, "_CHECK_S", 0.0)
     first, second = build_exchanges(build_record(0, 5), build_record(1, 4, is_completed=True))
-    second.answer()  # nobody has asked
+    assert not second.answer(), "the first one has not asked"
     ended = threading.Event()
     thread = threading.Thread(target=lambda: [second.answer() for _ in iter(ended.is_set, True)])
     thread.start()

@@ -33,9 +33,10 @@ def write_record(calls, *, done, group=DEFAULT, state="scheduled"):
     return json.dumps({"version": "2.10", "entries": entries, "pg_config": {key: {"ranks": ranks}}})
 
 
-def explain(*records, locations=None):
+def explain(*records, locations=None, problems=None):
     traces = {rank: parse_trace(record) for rank, record in enumerate(records)}
-    return [line.strip() for line in explain_hang(HangRecord(traces, locations or {}))]
+    record = HangRecord(traces, locations or {}, problems=problems or {})
+    return [line.strip() for line in explain_hang(record)]
 
 
 def test_the_collective_and_the_ranks_in_and_before_it_are_named():
@@ -80,6 +81,14 @@ def test_ranks_of_other_machines_are_named():
     assert lines == [
         "ranks 0 and 1 are in all_reduce of [3, 4], collective 1 of the default group",
         "ranks 2 and 3 are without a record",
+    ]
+
+
+def test_a_rank_of_another_machine_that_does_not_answer_is_named_with_the_reason():
+    record = write_record([ALL_REDUCE], done=0)
+    assert explain(record, record, problems={2: "no answer: it is stopped on h1"}) == [
+        "ranks 0 and 1 are in all_reduce of [3, 4], collective 1 of the default group",
+        "rank 2: no answer: it is stopped on h1",
     ]
 
 

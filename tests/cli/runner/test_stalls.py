@@ -245,6 +245,19 @@ def test_a_busy_computer_that_delays_the_launcher_does_not_hide_a_hang():
     pytest.fail("the hang was not reported")
 
 
+def test_answers_to_another_machine_do_not_hide_a_hang():
+    """They take seconds while a rank does not answer, which is no pause."""
+    machine = Machine(TRAINS, Work(9999, waits=WAITS))
+    watch = build_watch(machine)
+    for _ in range(100):
+        machine.pass_time(1)
+        if watch.check():
+            return
+        machine.pass_time(9)
+        watch.skip_time()
+    pytest.fail("the hang was not reported")
+
+
 def test_progress_after_a_report_is_reported_too(silent):
     machine = Machine(TRAINS, Work(60, waits=WAITS), TRAINS)
     watch = build_watch(machine)
@@ -361,6 +374,17 @@ def test_a_stopped_rank_gets_no_signal_that_it_would_handle_when_it_continues(tm
         assert wait_for_problem(folder) == "no answer: it is stopped"
         pending = int(stalls._read_status(process.pid)["ShdPnd"], 16)
         assert not pending >> (worker.STACK_SIGNAL - 1) & 1
+
+
+def test_a_stopped_rank_is_named_without_a_wait_for_its_collectives(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stalls, "request_traces", lambda folders, _: asked.append(list(folders)) or {})
+    folder = RankFolder(tmp_path / "rank_0")
+    with run_rank(folder, "while True: pass") as process:
+        process.send_signal(signal.SIGSTOP)
+        wait_for_problem(folder)
+        assert stalls.read_hang_record({0: folder}).problems == {0: "no answer: it is stopped"}
+        assert asked == [[]]
 
 
 def test_a_process_without_a_handler_of_the_signal_is_not_ended_by_it(tmp_path):
