@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 import typer
 from typer._click.core import Command, Context, Parameter
-from typer._click.exceptions import NoSuchOption
+from typer._click.exceptions import MissingParameter, NoSuchOption
 from typer._click.shell_completion import CompletionItem, add_completion_class
 from typer._completion_classes import BashComplete
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -158,7 +158,15 @@ class ScriptCommand(TyperCommand):
                         for name, advice in unknown.items()
                     )
                 )
-        return super().parse_args(ctx, args)
+        *_, option, script = ("", "", *args)  # the parser empties the list
+        try:
+            return super().parse_args(ctx, args)
+        except MissingParameter:
+            if option.startswith("-") and script.endswith(".py"):
+                raise UsageError(
+                    f"Missing argument 'SCRIPT': {script} is taken as the value of {option}. Write {option} VALUE {script}."
+                ) from None
+            raise
 
     def _translate(self, ctx: Context, parsed: Parsed) -> list[str]:
         """Return the command line with the options of accel instead of those of torchrun and Accelerate."""

@@ -20,6 +20,7 @@ from support.processes.commands import call_accel
         "logs --rank x": "Invalid value for '--rank': expected a whole number, got 'x'. See accel logs --help.",
         "estimate m:f --headroom=91": "Invalid value for '--headroom': expected at most 90, got '91'. See accel estimate --help.",
         "estimate m:f --dtype fp8": "Invalid value for '--dtype': 'fp8' is not one of 'bf16', 'fp16', 'fp32'. See accel estimate --help.",
+        "launch --nproc-per-node train.py": "Missing argument 'SCRIPT': train.py is taken as the value of --nproc-per-node. Write --nproc-per-node VALUE train.py.",
         "config set": "Missing argument 'KEY=VALUE'. See accel config set --help.",
         "checkpoint export": "Missing option '--output' / '-o'. See accel checkpoint export --help.",
         "lunch": "No such command 'lunch'. Did you mean 'launch'? See accel --help.",
