@@ -65,7 +65,12 @@ app = typer.Typer(no_args_is_help=True, rich_help_panel="Manage", epilog="Exampl
 
 @app.callback()
 def jobs() -> None:
-    """List, show, follow and stop submitted jobs, and download their results."""
+    """List, show, follow and stop submitted jobs, and download their results.
+
+    accel launch follows the job that it submits: output on stdout, state on stderr, its exit code.
+    Ctrl-C ends accel launch with exit code 130, not the job, and prints how to follow it again.
+    With --detach, accel launch only prints the id of the job on stdout.
+    """
 
 
 @app.command("list", epilog="Example: accel jobs list")

@@ -149,7 +149,7 @@ class KubernetesSection(job_launcher.JobLauncher):
     run_as_user: int | None = Field(
         None,
         ge=0,
-        description="User id of the processes; unset is 1000 with `pod_security: restricted`, otherwise that of the image.",
+        description="User id of the processes; unset is 1000 with `pod_security: restricted`, otherwise that of the image. Their HOME is `/tmp` if the image has no writable one for it.",
     )
     fs_group: int | None = Field(
         None,

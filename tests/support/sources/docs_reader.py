@@ -116,7 +116,6 @@ ELSEWHERE = {
             "accel jobs status 4711_1",
             "accel jobs logs 4711 -f",
             "accel top 4711 --profile cluster",
-            "accel launch --profile cluster --nnodes 500 train.py",
             "srun --nodes=2 --ntasks-per-node=1 accel launch --profile cluster train.py",
         ),
         Elsewhere("needs a Slurm cluster", "tests/extensions/slurm/test_service.py"),
