@@ -44,6 +44,7 @@ __all__ = [
     "STACKS_FILE",
     "STACK_REQUEST_FILE",
     "STACK_SIGNAL",
+    "THREAD_FAILURES_FILE",
     "THREAD_FILE",
     "ExceptHook",
     "connect_output",
@@ -58,6 +59,7 @@ __all__ = [
     "prepare_script",
     "print_exception",
     "record_failure",
+    "record_thread_failures",
     "run_script",
     "serve_stacks",
     "set_main",
@@ -80,6 +82,9 @@ REPLICA_COUNT_FILE = "replicas"
 """The file with which a replica reports that it has started; it contains the number of replicas."""
 EXIT_FILE = "exit.json"
 """The file in the rank's folder in which a script that ends with code 0 records where it ended."""
+THREAD_FAILURES_FILE = "thread_failures.jsonl"
+"""The file in the rank's folder with the exceptions that have ended threads of the script, the first ones only."""
+_MAX_THREAD_FAILURES, _MAX_THREAD_TEXT = 4, 2000
 _ACCELERATE_LIMITS = "ACCEL_ACCELERATE_LIMITS"
 _RANK_FOLDER = "ACCEL_RANK_FOLDER"
 _RECORD = "ACCEL_RECORD_"
@@ -123,6 +128,7 @@ def main(arguments: list[str]) -> None:
 
         watch_progress(_create_heartbeat)
         wait_at_group_end()
+        record_thread_failures(Path(os.environ[_RANK_FOLDER]))
         if os.environ.get("WORLD_SIZE", "1") != "1":
             serve_trace_requests(Path(os.environ[_RANK_FOLDER]))
         if any(name.startswith(_RECORD) and value for name, value in os.environ.items()):
@@ -502,6 +508,28 @@ def record_failure(error: BaseException, error_file: Path, **details: Any) -> No
                 screen.writelines(lines)
         except OSError:
             sys.stderr.writelines(lines)
+
+
+def record_thread_failures(folder: Path) -> None:
+    """Record the exceptions that end threads of this process, for which the main thread may wait for ever; they are printed as before."""
+    import threading  # noqa: PLC0415 - only in ranks, which import it anyway
+
+    before, pid, numbers = threading.excepthook, os.getpid(), iter(range(_MAX_THREAD_FAILURES))
+
+    def record(arguments: threading.ExceptHookArgs, /) -> None:
+        error = arguments.exc_value
+        is_exit = error is None or isinstance(error, SystemExit)
+        if not is_exit and os.getpid() == pid and next(numbers, None) is not None:
+            with contextlib.suppress(
+                Exception
+            ):  # as of a full disk, or of a message that cannot be formatted
+                described = _describe_exception(error)  # type: ignore[arg-type]  # not None
+                line = json.dumps({**described, "text": described["text"][:_MAX_THREAD_TEXT]})
+                with (folder / THREAD_FAILURES_FILE).open("a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+        before(arguments)
+
+    threading.excepthook = record
 
 
 def _record_exit(body: Callable[[], None], folder: Path) -> None:

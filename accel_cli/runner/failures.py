@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from accel_cli import console
 from accel_cli.failure_hints import find_hint
 from accel_cli.runs.run_dir import RankFolder, fit_reason, format_ranks
-from accel_cli.runs.run_files import read_bytes, read_text
+from accel_cli.runs.run_files import read_bytes, read_last_objects, read_text
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import decode_text, encode_text, parse_json
 
@@ -42,6 +43,7 @@ __all__ = [
     "read_failure",
     "read_log_tail",
     "read_record",
+    "read_thread_failures",
     "strip_escapes",
 ]
 
@@ -137,6 +139,8 @@ class Failure:
     """The number of replicas, if the launcher does not start them itself; 0 if none has started yet."""
     early_exits: str = ""
     """The ranks that had exited with code 0 before it lost or awaited another rank, as text."""
+    thread_failures: str = ""
+    """The exceptions that had ended threads of it, as text."""
 
     @property
     def code(self) -> int:
@@ -227,6 +231,7 @@ def read_failure(folder: RankFolder, failure: Failure, *, started: float, is_rep
         ),
         exit=record.get("exit"),
         crash=crash,
+        thread_failures=read_thread_failures(folder),
     )
 
 
@@ -257,6 +262,19 @@ def read_record(error_file: Path, pid: int | None = None) -> Mapping[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
     return record if "monotonic" in record and pid in {None, record.get("pid")} else {}
+
+
+def read_thread_failures(folder: RankFolder) -> str:
+    """Return the exceptions that have ended threads of a rank, with the lines of the user; empty without any."""
+    texts: dict[str, None] = {}
+    for record in read_last_objects(folder.thread_failures):
+        with suppress(KeyError, ValueError, TypeError, AttributeError, IndexError):  # a damaged file
+            message = strip_escapes(record["text"].strip().splitlines()[0])
+            frames = [Frame(file, line or 0, name, text or "") for file, line, name, text in record["frames"]]
+            place = next((frame for frame in frames[::-1] if not _LIBRARY.search(frame.file)), None)
+            where = f" at {Path(place.file).name}:{place.line} ({place.name})" if place else ""
+            texts[f"{_shorten(message)}{where}"] = None
+    return f"a thread has failed before: {'; '.join(texts)}" if texts else ""
 
 
 def _parse_crash(folder: RankFolder, exitcode: int) -> tuple[tuple[Frame, ...], float | None]:
@@ -456,6 +474,8 @@ def print_report(first: Failure, local: Collection[Failure], *, world_size: int,
         console.note(line)
     if places := _describe_places(first, local):
         console.note(places)
+    if first.thread_failures:
+        console.note(f"rank {first.rank}: {first.thread_failures}")
     if hint := _find_hint(first):
         console.note(f"hint: {hint}")
     name = f"rank {first.rank}" if world_size else "the process that starts the replicas"

@@ -272,16 +272,17 @@ def explain_hang(record: HangRecord) -> list[str]:
 
     Without one, as with a receive or a wait for a store key, which torch does not record, they are about the ranks that are in
     a call that waits for others, and those that are elsewhere. There are none if no rank waits for others. The last lines are
-    about the ranks that do not answer.
+    about the ranks that do not answer, and those whose threads have failed.
     """
     waits = _find_waits(record.traces)
     lines = [line for name, wait in waits.items() for line in _explain_wait(name, wait, record)]
     if not waits and record.calls:
         lines = _list_places(record.locations, record)
-    problems: dict[str, list[int]] = {}
-    for rank, problem in sorted(record.problems.items()):
-        problems.setdefault(problem, []).append(rank)
-    return [*lines, *(f"  {format_ranks(ranks)}: {problem}" for problem, ranks in problems.items())]
+    texts: dict[str, list[int]] = {}
+    for each in (record.problems, record.thread_failures):
+        for rank, text in sorted(each.items()):
+            texts.setdefault(text, []).append(rank)
+    return [*lines, *(f"  {format_ranks(ranks)}: {text}" for text, ranks in texts.items())]
 
 
 def _list_places(ranks: Iterable[int], record: HangRecord) -> list[str]:
@@ -328,6 +329,8 @@ class HangRecord:
     """The call that waits for others in which a rank is: `recv()`."""
     problems: Mapping[int, str] = field(default_factory=dict)
     """The reason for which a rank does not answer: `no answer: it is stopped`."""
+    thread_failures: Mapping[int, str] = field(default_factory=dict)
+    """The exceptions that have ended threads of a rank, for which its main thread may wait."""
     activity: Mapping[str, str] = field(default_factory=dict)
     """What other nodes do that may be work, by their host."""
 
@@ -343,6 +346,7 @@ class HangRecord:
             {**self.locations, **other.locations},
             {**self.calls, **other.calls},
             {**self.problems, **other.problems},
+            {**self.thread_failures, **other.thread_failures},
             {**self.activity, **other.activity},
         )
 
@@ -366,6 +370,7 @@ class HangRecord:
             "locations": dict(self.locations),
             "calls": dict(self.calls),
             "problems": dict(self.problems),
+            "thread_failures": dict(self.thread_failures),
         }
 
     @classmethod
@@ -384,11 +389,19 @@ class HangRecord:
             }
             for rank, groups in data["traces"].items()
         }
-        locations = {int(rank): f"{place} on {host}" for rank, place in data["locations"].items()}
-        calls = {int(rank): call for rank, call in data["calls"].items()}
-        problems = {int(rank): f"{problem} on {host}" for rank, problem in data["problems"].items()}
+
+        def read_texts(name: str, end: str = f" on {host}") -> dict[int, str]:
+            return {int(rank): f"{text}{end}" for rank, text in data[name].items()}
+
         activity = data.get("activity")
-        return cls(traces, locations, calls, problems, {host: f"{activity} on {host}"} if activity else {})
+        return cls(
+            traces,
+            read_texts("locations"),
+            read_texts("calls", ""),
+            read_texts("problems"),
+            read_texts("thread_failures"),
+            {host: f"{activity} on {host}"} if activity else {},
+        )
 
 
 class HangExchange:

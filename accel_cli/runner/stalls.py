@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from accel_cli import console, worker
 from accel_cli.planning.plan import StallAction
+from accel_cli.runner.failures import read_thread_failures
 from accel_cli.runner.guard import list_processes, send_signal
 from accel_cli.runner.hang_report import (
     HangRecord,
@@ -338,10 +339,11 @@ def _read_record(
 ) -> HangRecord:
     locations = {rank: place for rank, each in stacks.items() if (place := format_location(each.main))}
     calls = {rank: call for rank, each in stacks.items() if (call := _find_waiting_call(each.main))}
-    problems = {rank: each.problem for rank, each in stacks.items() if each.problem}
+    problems = {rank: each.problem for rank, each in stacks.items() if each.problem not in {"", *_ENDED}}
+    threads = {rank: text for rank, folder in folders.items() if (text := read_thread_failures(folder))}
     # One that is stopped does not answer either.
     running = {rank: folder for rank, folder in folders.items() if problems.get(rank) != _STOPPED}
-    return HangRecord(request_traces(running, failed), locations, calls, problems)
+    return HangRecord(request_traces(running, failed), locations, calls, problems, threads)
 
 
 def format_location(stack: tuple[str, ...]) -> str:
@@ -448,6 +450,7 @@ _PROCESS_STATES = {
 
 
 _STOPPED = f"no answer: {_PROCESS_STATES['T']}"
+_ENDED = frozenset({"not running", f"no answer: {_PROCESS_STATES['Z']}"})
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from accel_cli.errors import UsageError
 from accel_cli.planning.plan import KEEP_DAYS, KEEP_RUNS, name_target
 from accel_cli.runs.heartbeats import Beat
 from accel_cli.runs.run_files import MAX_PID, open_file, read_json, read_text
-from accel_cli.worker import EXIT_FILE, STACK_REQUEST_FILE, STACKS_FILE, THREAD_FILE
+from accel_cli.worker import EXIT_FILE, STACK_REQUEST_FILE, STACKS_FILE, THREAD_FAILURES_FILE, THREAD_FILE
 from accel_runtime.environment import settings as env
 from accel_runtime.environment.text import encode_text
 from accel_runtime.observe.collective_trace import TRACE_FILE, TRACE_REQUEST_FILE
@@ -108,6 +108,8 @@ class RankFolder:
         """The checkpoints that were saved and loaded, as the main process writes them."""
         self.thread = path / THREAD_FILE
         """The thread id, as faulthandler prints it; missing if the rank is a process."""
+        self.thread_failures = path / THREAD_FAILURES_FILE
+        """The exceptions that have ended threads; missing without any."""
         self.stacks = path / STACKS_FILE
         """The stacks, as faulthandler writes them at each request."""
         self.stack_request = path / STACK_REQUEST_FILE

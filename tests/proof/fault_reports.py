@@ -175,6 +175,7 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
     named: dict[int, list[Place]] = {}
     differing: list[int] = []
     silent: list[int] = []
+    threads: dict[int, list[Place]] = {}
     for number, line in enumerate(block):
         if match := re.match(r"^  (\d+)  +(?:\d+|-)  +(?:\d+|-)  +(?:\d+ s ago|-)  +(.*)$", line):
             locations[int(match[1])] = match[2]
@@ -207,6 +208,8 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
             r"^  (ranks? [\d, andto]+): (no answer.*|stacks are not.*|not running.*)", line
         ):
             silent += _parse_ranks(match[1])
+        elif match := re.match(r"^  (ranks? [\d, andto]+): a thread has failed before: ", line):
+            threads.update(dict.fromkeys(_parse_ranks(match[1]), _read_places(line)))
         elif match := _LISTED.match(line):
             stacks[int(match["rank"])] += _read_places(line)
             locations[int(match["rank"])] = match["text"]
@@ -228,7 +231,12 @@ def _read_hang(block: list[str], folder: str) -> tuple[Places, Places]:  # noqa:
         waiting = {rank for rank, text in locations.items() if re.match(r"waiting|in |waits in|is in ", text)}
         ranks = (locations.keys() - waiting) or {*stacks} or {*locations}
     return {
-        rank: [*(absent.get(rank) or stacks.get(rank, [])), *workers.get(rank, [])] for rank in ranks
+        rank: [
+            *(absent.get(rank) or stacks.get(rank, [])),
+            *workers.get(rank, []),
+            *threads.get(rank, []),
+        ]
+        for rank in ranks
     }, mentioned
 
 

@@ -1,6 +1,7 @@
 """The first of several failures, and its formatting."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -239,6 +240,21 @@ def test_failures_that_differ_in_their_rank_only_are_the_same(capsys):
     first, second = (failure(rank, text=f"ValueError: bad on rank {rank}\n") for rank in (0, 1))
     failures.print_report(first, [first, second], world_size=2, shown=True)
     assert "rank 1 failed later, in the same way" in capsys.readouterr().err
+
+
+def test_the_report_of_a_rank_has_the_exceptions_that_had_ended_its_threads(tmp_path, capsys):
+    rank = RankFolder(tmp_path / "rank_0")
+    rank.path.mkdir()
+    frames = [["/lib/python3.11/threading.py", 9, "run", ""], ["/s/train.py", 7, "read", "raise error"]]
+    record = json.dumps(
+        {"kind": "builtins.ValueError", "text": "ValueError: no data\nmore\n", "frames": frames}
+    )
+    damaged = '{"text": "", "frames": []}\n{"text": 3}\n{"frames": [[]], "text": "x"}\n'
+    rank.thread_failures.write_text(f"{damaged}{record}\n{record}\n{damaged}")
+    failed = failures.read_failure(rank, failure(0), started=0.0, is_replica_host=False)
+    failures.print_report(failed, [failed], world_size=2, shown=True)
+    report = capsys.readouterr().err
+    assert "rank 0: a thread has failed before: ValueError: no data at train.py:7 (read)\n" in report
 
 
 def test_a_crash_in_a_collective_names_the_line_of_each_rank_and_the_cure(capsys, tmp_path):

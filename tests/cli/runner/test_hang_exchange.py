@@ -56,10 +56,11 @@ def test_a_record_arrives_with_its_newest_collectives_and_the_name_of_its_node()
 
 
 def test_a_rank_that_does_not_answer_arrives_with_the_reason_and_the_name_of_its_node():
-    record = HangRecord(problems={1: "no answer: it is stopped"})
+    record = HangRecord(problems={1: "no answer: it is stopped"}, thread_failures={1: "a thread has failed"})
     arrived = HangRecord.from_json(json.loads(json.dumps(record.to_json())), "h1")
     assert arrived.problems == {1: "no answer: it is stopped on h1"}
-    assert HangRecord().merge(arrived).problems == arrived.problems
+    assert arrived.thread_failures == {1: "a thread has failed on h1"}
+    assert HangRecord().merge(arrived) == arrived
 
 
 def test_a_node_that_finds_a_hang_gets_the_records_of_nodes_that_answer(monkeypatch):

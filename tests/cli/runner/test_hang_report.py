@@ -92,6 +92,12 @@ def test_a_rank_of_another_machine_that_does_not_answer_is_named_with_the_reason
     ]
 
 
+def test_a_rank_whose_thread_has_failed_is_named_with_the_exception():
+    text = "a thread has failed before: ValueError: no data at train.py:7 (read)"
+    lines = [line.strip() for line in explain_hang(HangRecord(thread_failures={1: text}))]
+    assert lines == [f"rank 1: {text}"]
+
+
 def test_each_group_is_explained_with_its_own_ranks():
     default = json.loads(write_record([ALL_REDUCE], done=1))
     other = ("tp", "[0, 2]", "tp")

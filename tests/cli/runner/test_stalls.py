@@ -387,6 +387,47 @@ def test_a_stopped_rank_is_named_without_a_wait_for_its_collectives(tmp_path, mo
         assert asked == [[]]
 
 
+THREADS = """
+import multiprocessing, sys, threading
+def read():
+    raise ValueError('no data')
+def leave():
+    sys.exit(3)
+def divide():
+    1 / 0
+def start(target):
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+for _ in range(9):
+    start(leave)
+    start(read)
+child = multiprocessing.get_context('fork').Process(target=start, args=(divide,))
+child.start()
+child.join()
+print(flush=True)
+time.sleep(1000)
+"""
+
+
+def test_an_exception_that_has_ended_a_thread_of_a_rank_is_in_its_record_of_a_hang(
+    tmp_path, monkeypatch, capfd
+):
+    folder = RankFolder(tmp_path / "rank_0")
+    monkeypatch.setenv("ACCEL_RANK_FOLDER", str(folder.path))
+    with run_rank(folder, THREADS) as process:
+        process.stdout.readline()
+        record = stalls.read_hang_record({0: folder})
+    assert record.thread_failures == {
+        0: "a thread has failed before: ValueError: no data at train.py:6 (read)"
+    }
+    printed = folder.path.joinpath("stderr")
+    assert (printed.read_text() if printed.exists() else capfd.readouterr().err).count(
+        "ValueError: no data"
+    ) == 9
+    assert len(folder.thread_failures.read_text().splitlines()) == 4, "the first ones only"
+
+
 def test_a_process_without_a_handler_of_the_signal_is_not_ended_by_it(tmp_path):
     folder = RankFolder(tmp_path / "rank_0")
     with run_rank(folder, f"{WITHOUT_SIGNAL}\n{HOLDS_THE_LOCK['waits']}") as process:
