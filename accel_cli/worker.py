@@ -32,7 +32,7 @@ from io import RawIOBase, TextIOWrapper
 from pathlib import Path
 from pkgutil import get_importer
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
     "CHILD_STACK_SIGNAL",
@@ -116,6 +116,7 @@ def main(arguments: list[str]) -> None:
         _exec_program(sys.argv)
     if folder:
         serve_stacks(folder)
+        _record_immediate_exits(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
     if _ACCELERATE_LIMITS in os.environ or _RANK_FOLDER in os.environ:
         from accel_runtime.observe.import_hooks import call_after_import  # noqa: PLC0415 - for scripts of ranks
 
@@ -550,6 +551,49 @@ def _record_exit(body: Callable[[], None], folder: Path) -> None:
             write(strip_frames(error))
         raise
     write(None)
+
+
+def _record_immediate_exits(error_file: Path) -> None:
+    """Record the line of an `os._exit` of the script in this process; one of Python's own modules, and of a child process, is not."""
+    leave, pid, library = os._exit, os.getpid(), f"{Path(os.__file__).parent}{os.sep}"
+
+    def _exit(status: int) -> NoReturn:
+        if os.getpid() == pid:
+            with contextlib.suppress(Exception):  # as of a full disk
+                # Without the text of the lines: nothing is read from a disk that may be the reason for this exit.
+                stack = [
+                    (frame.f_code.co_filename, number, frame.f_code.co_name, None)
+                    for frame, number in traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 - its public name
+                ]
+                if not _is_of_python(stack[0][0], library):
+                    _write_immediate_exit(error_file, status, stack[::-1])
+        leave(status)
+
+    _exit.__module__, _exit.__qualname__ = "os", "_exit"  # so that it can be pickled
+    os._exit = _exit
+
+
+def _is_of_python(file: str, library: str) -> bool:
+    return file.startswith(("<frozen ", library)) and "site-packages" not in file
+
+
+def _write_immediate_exit(error_file: Path, status: int, frames: list[tuple[str, int, str, None]]) -> None:
+    """Write the record of an exit, unless the script has ended before."""
+    exit_file = error_file.parent / EXIT_FILE
+    if error_file.exists() or exit_file.exists():
+        return
+    while frames and frames[0][0].startswith((_PACKAGE, "<frozen runpy>", runpy.__file__)):
+        del frames[0]
+    if status:
+        link = {"kind": "builtins.SystemExit", "text": f"SystemExit: {status}\n", "frames": frames}
+        write_record(error_file, f"SystemExit: {status}\n", {"chain": [link], "exit": status})
+    else:
+        record = {
+            "monotonic": time.monotonic(),
+            "pid": os.getpid(),
+            "frames": [frame[:3] for frame in frames],
+        }
+        exit_file.write_text(json.dumps(record), encoding="utf-8")
 
 
 def _write_collectives(folder: Path) -> None:

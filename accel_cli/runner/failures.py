@@ -225,7 +225,10 @@ def read_failure(folder: RankFolder, failure: Failure, *, started: float, is_rep
             ExceptionInfo(
                 link["kind"],
                 link["text"],
-                tuple(Frame(file, line or 0, name, text or "") for file, line, name, text in link["frames"]),
+                tuple(
+                    Frame(file, line or 0, name, linecache.getline(file, line or 0) if text is None else text)
+                    for file, line, name, text in link["frames"]
+                ),
             )
             for link in record.get("chain", ())
         ),

@@ -669,7 +669,7 @@ class EarlyExit:
     rank: int
     host: str
     place: str
-    """Where its script ended, as ` at train.py:7 (main) after 3 steps`; empty if it recorded nothing, as with `os._exit`."""
+    """Where its script ended, as ` at train.py:7 (main) after 3 steps`; empty if it recorded nothing, as with `_exit` in C code."""
     time: float
     """When its script ended, on the monotonic clock of its machine."""
 

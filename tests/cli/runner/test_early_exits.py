@@ -21,7 +21,8 @@ from accel_cli.runs.run_dir import RankFolder
         ("exit()\n", " at train.py:1 (<module>)"),
         ("import argparse\nargparse.ArgumentParser().exit()\n", " at train.py:2 (<module>)"),
         ("pass\n", " at the end of its script"),
-        ("import os\nos._exit(0)\n", ""),
+        ("import os\nos._exit(0)\n", " at train.py:2 (<module>)"),
+        ("import ctypes\nctypes.CDLL(None)._exit(0)\n", ""),
     ],
 )
 def test_the_line_at_which_a_script_ended_is_that_of_the_user(tmp_path, source, place):

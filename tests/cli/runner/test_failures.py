@@ -107,6 +107,45 @@ def test_the_traceback_of_an_endless_recursion_is_folded(tmp_path):
     assert failures.format_cause(read).startswith("RecursionError: maximum recursion depth exceeded")
 
 
+@pytest.mark.parametrize(
+    "call", ["stop()", "import threading\nthreading.Thread(target=stop).start()\nthreading.Event().wait()"]
+)
+def test_the_line_of_an_immediate_exit_is_recorded(tmp_path, call):
+    read, _ = run_and_read_failure(tmp_path, f"import os\ndef stop():\n    os._exit(3)\n{call}\n")
+    assert (read.code, read.cause) == (3, Cause.PRIMARY)
+    assert failures.format_stack(read) == [
+        f'  File "{tmp_path / "train.py"}", line 3, in stop',
+        "    os._exit(3)",
+    ]
+    assert failures.describe_end(read) == "exited with code 3"
+
+
+CHILDREN = """
+import multiprocessing, os, pickle
+assert pickle.loads(pickle.dumps(os._exit)) is os._exit
+child = multiprocessing.get_context("fork").Process(target=os._exit, args=(4,))
+child.start()
+child.join()
+assert child.exitcode == 4
+if (pid := os.fork()) == 0:
+    os._exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+"""
+
+
+def test_immediate_exits_of_children_are_not_those_of_the_rank(tmp_path):
+    read, rank = run_and_read_failure(tmp_path, CHILDREN)
+    assert read.exitcode == 0
+    assert not rank.error.exists()
+
+
+def test_an_exception_stays_the_failure_if_the_process_exits_immediately_after_it(tmp_path):
+    source = "import atexit, os\natexit.register(os._exit, 3)\nraise ValueError('boom')\n"
+    read, _ = run_and_read_failure(tmp_path, source)
+    assert read.exitcode == 3
+    assert failures.format_cause(read) == "ValueError: boom"
+
+
 def test_the_stack_of_a_crash_begins_with_the_script(tmp_path):
     read, _ = run_and_read_failure(tmp_path, "import ctypes\nctypes.string_at(0)\n")
     assert read.exitcode == -signal.SIGSEGV
