@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -59,6 +60,8 @@ class Checkpointing:
         self._resume_policy = ResumePolicy(run.options.settings.resume, origin)
         self._checked_directory = False
         self._load_attempted = False
+        # Attempts of one launch are one run. A load continues the lineage of its checkpoint.
+        self._lineage = origin.launch or secrets.token_hex(6)
         self._store: Store = open_store(origin.identity)
         self._registered: list[Any] = []
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
@@ -165,11 +168,14 @@ class Checkpointing:
                 "safe_serialization, or write single objects with accelerator.save(obj, file)."
             )
         retention = RetentionPolicy(self._run.options.project, output_dir)
-        if self._resume_policy.asked and not self._load_attempted and self._run.backend.topology.rank == 0:
-            _LOG.warning(
-                "--resume had no effect: the script calls neither resume() nor load_state(), and started from the "
-                "beginning. Call accelerator.resume() after prepare()."
-            )
+        if not self._load_attempted and self._run.backend.topology.rank == 0:
+            if self._resume_policy.asked:
+                _LOG.warning(
+                    "--resume had no effect: the script calls neither resume() nor load_state(), and started from the "
+                    "beginning. Call accelerator.resume() after prepare()."
+                )
+            elif retention.automatic is not None:
+                self._report_earlier_run()
         self._load_attempted = True
         self._warn_of_node_dir()
         self._background_writer.wait()
@@ -189,6 +195,11 @@ class Checkpointing:
                 raise
             warn(error)
             return ""
+
+    def _report_earlier_run(self) -> None:
+        """Print the checkpoint of an earlier run that this run does not continue; without effect on the other ranks."""
+        with suppress(CheckpointError):  # the save reports a store that fails, on all ranks
+            self._resume_policy.report_earlier_run(self.checkpoints)
 
     def _warn_of_failed_save(self, error: CheckpointError) -> None:
         if self._run.backend.topology.rank == 0:
@@ -214,12 +225,13 @@ class Checkpointing:
         # Paths are compared by the operation itself; the project's option counts as the argument does.
         group = self._run.build_group(f"save_state with async_save={in_background}", one_rank=one_rank)
 
+        lineage = self._lineage
         # None if this save goes to the project directory.
         on_nodes = saves if saves is not None and saves.takes_next and not self._is_stopping() else None
         saving = (SaveOperation if on_nodes is None else on_nodes.operation)(
             group,
             self._store,
-            run=self._resume_policy.origin.identity,
+            run={**self._resume_policy.origin.identity, "lineage": lineage},
             shared=on_nodes is not None or self._run.options.settings.shared_files,
             replicas=None if one_rank else self._run.checks.replicas,
             to_host=backend.runtime.state_to_host,
@@ -256,7 +268,7 @@ class Checkpointing:
             if saves is not None:
                 saves.record_save(draft.key, on_nodes=on_nodes is not None)
             if is_committed and on_nodes is None:
-                retention.prune(self._store)
+                retention.prune(self._store, lineage)
             self._record_checkpoint("save", draft.key, began)
 
         if not in_background:
@@ -345,6 +357,7 @@ class Checkpointing:
             part=candidate if candidate is not None and candidate.save else None,
         )
         self._run.checks.restart()
+        self._lineage = checkpoint.manifest.run.get("lineage", self._lineage)
         self._record_checkpoint("load", checkpoint.key, began)
         return checkpoint
 
@@ -430,6 +443,8 @@ class Checkpointing:
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
         if not self._resume_policy.possible:
+            if self._run.backend.topology.rank == 0:
+                self._report_earlier_run()
             return None
         if checkpoint := self._load_newest("exact", self._resume_policy.accepts):
             return checkpoint

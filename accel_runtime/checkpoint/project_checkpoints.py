@@ -186,7 +186,19 @@ class ResumePolicy:
         elif self.origin.restarted or self.origin.requeued:
             others = f" (those in {checkpoints.directory} are of other runs)" if checkpoints.any() else ""
             print_note(f"no checkpoint of this run yet: starting from the beginning{others}")
+        else:
+            self.report_earlier_run(checkpoints)
         return chosen
+
+    def report_earlier_run(self, checkpoints: Checkpoints) -> None:
+        """Print the newest checkpoint of another run, if there is one, since this run starts from the beginning."""
+        others = [checkpoint for checkpoint in checkpoints.list() if not self.accepts(checkpoint)]
+        if others:
+            newest = others[-1]
+            print_note(
+                f"{checkpoints.directory} has checkpoint_{newest.number} (step {newest.manifest.step}) of an earlier run; this run "
+                "starts from the beginning and keeps it. Launch with `accel launch --resume` to continue it."
+            )
 
 
 def _is_positive(environ: Mapping[str, str], name: str) -> bool:
@@ -234,18 +246,21 @@ class RetentionPolicy:
         if self.automatic is not None and number is not None:
             self._project.continue_after(number)
 
-    def prune(self, store: Store) -> None:
-        """Remove checkpoints beyond the limit and leftovers of crashes.
+    def prune(self, store: Store, lineage: str) -> None:
+        """Remove checkpoints of a lineage beyond the limit, and leftovers of crashes.
 
-        The newest complete checkpoint is kept, as is one that another process is reading.
+        Checkpoints of other lineages do not count and are kept, as is one that another process is reading.
         """
         if self.automatic is None:
             return
         try:
             parent, limit = os.fspath(self.automatic), self._project.total_limit
             store.remove_leftovers(parent, self._project.iteration)
-            complete, _ = list_numbered(store, parent)
-            for old in complete[:-limit] if limit is not None else ():
+            complete = [] if limit is None else list_numbered(store, parent)[0]
+            counted = [
+                checkpoint for checkpoint in complete if checkpoint.manifest.run.get("lineage") == lineage
+            ]
+            for old in counted[:-limit] if limit is not None else ():
                 store.delete(old.key)
         except OSError as error:
             _LOG.warning(

@@ -218,7 +218,7 @@ class Manifest:
     class_names: Mapping[str, Word] = field(default_factory=dict)
     """Class name of each item that restores an object of the script."""
     run: Mapping[str, Word] = field(default_factory=dict)
-    """Identity of the run: `launch`, `slurm_job`, `sky_task`."""
+    """Identity of the run: `launch`, `slurm_job`, `sky_task`; `lineage` is equal in the checkpoints of runs that continue each other."""
     origin: Word = ""
     """Format that the checkpoint was imported from, which has no random states and loaders; empty if accel saved it."""
     ranks: tuple[Count, ...] = ()

@@ -127,8 +127,10 @@ def save_with_fault(kind, folder, fault, rank):
     """Save with a fault on a rank (None: on every rank); return the run, the error and the calls of this rank."""
     is_faulty = rank in {None, int(os.environ.get("RANK", "0"))}
     disk = FaultyFileSystem(fault if is_faulty else Fault(), exchanges=kind.exchanges)
-    run = build_run(kind, folder, disk)
-    error = run.save(STEP, kind.get_target(folder), in_background=kind.in_background)
+    run = build_run(kind, folder)
+    if not kind.named:
+        run.load()  # a run that continues counts the checkpoint before
+    error = run.save(STEP, kind.get_target(folder), disk=disk, in_background=kind.in_background)
     return run, error, disk.calls
 
 

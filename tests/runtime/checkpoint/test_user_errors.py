@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -398,6 +399,41 @@ def test_total_limit_keeps_the_newest_checkpoints(tmp_path):
         accelerator.save_state()
     assert list_checkpoints(tmp_path) == ["checkpoint_2", "checkpoint_3"]
     assert [checkpoint.number for checkpoint in accelerator.checkpoints.list()] == [2, 3]
+
+
+EARLIER = r"checkpoints has checkpoint_2 \(step 0\) of an earlier run; this run starts from the beginning and keeps it\. Launch with `accel launch --resume`"
+
+
+@pytest.mark.parametrize("calls_resume", [True, False])
+def test_a_run_from_the_beginning_reports_and_keeps_the_checkpoints_of_an_earlier_one(
+    tmp_path, capsys, calls_resume
+):
+    earlier = build_project(tmp_path, total_limit=2)
+    for _ in range(3):
+        earlier.save_state()
+    assert "earlier run" not in capsys.readouterr().err
+    fresh = build_project(tmp_path, total_limit=2)
+    if calls_resume:
+        assert fresh.resume() is None
+    for _ in range(3):
+        fresh.save_state()
+    assert len(re.findall(EARLIER, capsys.readouterr().err)) == 1
+    assert [each.number for each in fresh.checkpoints.list()] == [1, 2, 4, 5]
+
+
+def test_a_run_that_continues_counts_the_checkpoints_of_its_lineage(tmp_path, capsys):
+    for _ in range(3):
+        build_project(tmp_path, total_limit=2).save_state()
+    resumed = build_project(tmp_path, total_limit=2)
+    resumed.load_state()
+    for _ in range(2):
+        resumed.save_state()
+    resumed = build_project(tmp_path, total_limit=2)
+    resumed.load_state()
+    capsys.readouterr()
+    resumed.save_state()
+    assert "earlier run" not in capsys.readouterr().err
+    assert [each.number for each in resumed.checkpoints.list()] == [0, 1, 4, 5]
 
 
 def test_save_on_each_node_is_rejected(tmp_path):
