@@ -11,13 +11,13 @@ from accel_cli.extensions.migrate.edits import drop_last_comma
 from accel_cli.extensions.migrate.raw import Conversion
 from accel_cli.extensions.migrate.script import (
     Script,
-    Variable,
     descendants,
     get_method,
     get_positional,
     list_elements,
     to_code,
 )
+from accel_cli.extensions.migrate.totals import REDUCTIONS, read_reduction
 
 __all__ = [
     "REMOVED",
@@ -51,7 +51,6 @@ _SYNC = ".require_backward_grad_sync"
 """The attribute of DDP that scripts set instead of `no_sync`."""
 _ATTRIBUTES = {"rank": "process_index", "local_rank": "local_process_index", "world_size": "num_processes"}
 _MAIN = {"rank": "is_main_process", "local_rank": "is_local_main_process"}
-_REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
 _COLLECTIVES = tuple(
     f"torch.distributed.{name}"
     for name in (
@@ -63,7 +62,6 @@ _COLLECTIVES = tuple(
         "all_to_all",
     )
 )
-_OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
 
 
 def convert_process_group(conversion: Conversion) -> None:
@@ -94,8 +92,7 @@ def convert_process_group(conversion: Conversion) -> None:
 def _find_collective(script: Script) -> set[cst.FunctionDef | None]:
     """Return the functions in which the script exchanges values itself, also in functions that they call and that read no loader."""
     if any(
-        script.is_call_of(call, *_REDUCTIONS) and _read_reduction(script, call) is None
-        for call in script.calls
+        script.is_call_of(call, *REDUCTIONS) and read_reduction(script, call) is None for call in script.calls
     ):
         return {None, *script.functions}
     reading = {
@@ -368,15 +365,14 @@ def _replace_sampler(call: cst.Call, index: int, shuffle: str) -> cst.Call:
 
 
 def convert_reductions(conversion: Conversion) -> None:
-    """Replace `all_reduce`, or remove it where the samples of all processes are gathered already."""
+    """Replace `all_reduce`, or remove it where its sums are those of gathered loops."""
     script = conversion.script
     for call in script.calls:
-        if not script.is_call_of(call, *_REDUCTIONS) or (read := _read_reduction(script, call)) is None:
+        if not script.is_call_of(call, *REDUCTIONS) or (read := read_reduction(script, call)) is None:
             continue
         variable, operation = read
         statement = script.parents[call]
-        is_divided = _is_divided(conversion, call, variable)
-        if _is_of_all_processes(conversion, variable, set()) and (operation != "sum" or not is_divided):
+        if call in conversion.complete:
             conversion.edits.remove(statement)
             continue
         code = f'{variable.name} = {conversion.accelerator(call)}.reduce({variable.name}, "{operation}")'
@@ -386,63 +382,3 @@ def convert_reductions(conversion: Conversion) -> None:
 
 def _use(_: Any, node: cst.CSTNode) -> cst.CSTNode:
     return node
-
-
-def _read_reduction(script: Script, call: cst.Call) -> tuple[Variable, str] | None:
-    """Return the tensor and the operation of a reduction; None for one that stays."""
-    tensor = get_positional(call, 0, "tensor")
-    position = 1 if script.qualified_name(call.func).endswith(".all_reduce") else 2
-    operation = get_positional(call, position, "op")
-    name = "SUM" if operation is None else to_code(operation).rpartition(".")[2]
-    names = {arg.keyword.value for arg in call.args if arg.keyword is not None}
-    variable = script.variable(tensor) if isinstance(tensor, cst.Name) else None
-    function = script.function_of(call)
-    parameters = function.params.params if function is not None else ()
-    if (
-        variable is None
-        # callers may read their argument after it is changed in place
-        or any(script.parameter(function, one.name.value) == variable for one in parameters)  # type: ignore[arg-type]
-        or name not in _OPERATIONS
-        or names - {"tensor", "op", "dst", "async_op"}
-        or not isinstance(script.parents[call], cst.Expr)
-    ):
-        return None
-    return variable, _OPERATIONS[name]
-
-
-def _is_divided(conversion: Conversion, call: cst.Call, variable: Variable) -> bool:
-    """Return whether a variable is divided by the number of processes after a call."""
-    script = conversion.script
-    for node in script.nodes:
-        if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide):
-            parts: tuple[cst.CSTNode, cst.CSTNode] = node.left, node.right
-        elif isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign):
-            parts = node.target, node.value
-        else:
-            continue
-        reads = any(script.variable(one) == variable for one in descendants(parts[0]))
-        sizes = any(script.kind_of(one) == "world_size" for one in descendants(parts[1]))
-        if reads and sizes and script.start(node) > script.start(call):
-            return True
-    return False
-
-
-def _is_of_all_processes(conversion: Conversion, variable: Variable, seen: set[Variable]) -> bool:
-    """Return whether a variable is computed from metrics that loops count for the samples of all processes."""
-    script = conversion.script
-    seen.add(variable)
-    for loop in conversion.gathered:
-        for node in descendants(loop.body):
-            if isinstance(node, cst.AugAssign) and script.variable(node.target) == variable:
-                return True
-            callee = script.callees.get(node) if isinstance(node, cst.Call) else None
-            if callee is not None and script.class_of(callee) is variable.scope is not None:
-                return True
-    return any(
-        (source := script.variable(one)) is not None
-        and source not in seen
-        and _is_of_all_processes(conversion, source, seen)
-        for value in script.list_values(variable)
-        for one in descendants(value)
-        if isinstance(one, (cst.Name, cst.Attribute))
-    )

@@ -20,6 +20,7 @@ from accel_cli.extensions.migrate.script import (
     list_elements,
     to_code,
 )
+from accel_cli.extensions.migrate.totals import Totals
 
 __all__ = [
     "accumulates",
@@ -136,9 +137,22 @@ def convert_evaluation(conversion: Conversion) -> None:
     for loop in list_evaluations(conversion):
         role = script.loader_of(loop.iter)
         assert role is not None
-        if not conversion.is_prepared(role.origins) or script.function_of(loop) in conversion.collective:
+        if not conversion.is_prepared(role.origins):
             continue
-        if any(map(accumulates, descendants(loop.body))) and not _gather(conversion, loop):
+        totals = Totals(conversion, loop)
+        is_collective = script.function_of(loop) in conversion.collective
+        if totals.exchanges and (
+            is_collective or not totals.can_be_gathered or not _gather(conversion, loop)
+        ):
+            # neither gathered nor left whole: both would count each sample once for each process
+            totals.report(loop)
+        elif totals.exchanges:
+            conversion.complete.update(totals.exchanges)
+        elif (
+            not is_collective
+            and any(map(accumulates, descendants(loop.body)))
+            and not _gather(conversion, loop)
+        ):
             _leave_whole(conversion, loop, role.origins)
 
 

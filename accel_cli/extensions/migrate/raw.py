@@ -67,6 +67,8 @@ class Conversion:
         """Whether the scalers of the script stay, since their autocast does."""
         self.gathered: set[cst.For] = set()
         """Loops whose metrics are computed from gathered samples."""
+        self.complete: set[cst.Call] = set()
+        """Reductions of the script that sum only what gathered loops count for all processes."""
         self.divided: dict[Variable, tuple[str, tuple[int, int]]] = {}
         """Losses whose division by the accumulation steps was removed, with the position of the division."""
         self.dropped: set[cst.CSTNode] = set()

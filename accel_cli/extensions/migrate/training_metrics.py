@@ -18,6 +18,7 @@ from accel_cli.extensions.migrate.script import (
     list_elements,
     to_code,
 )
+from accel_cli.extensions.migrate.totals import Totals
 from accel_cli.extensions.migrate.wrappers import OF_MODULES
 
 __all__ = ["convert_training_metrics", "find_conditions", "find_samples"]
@@ -65,6 +66,10 @@ def _convert_loop(
     added = [node for node in counting if _is_metric(script, node, samples, losses)]
     if not added:
         return
+    totals = Totals(conversion, loop, counting)
+    if totals.exchanges and not totals.can_be_gathered:
+        totals.report(added[0])
+        return
     block = _find_block(conversion, backwards[-1])
     statements = list(block.body)
     last = max(index for index, one in enumerate(statements) if set(descendants(one)) & set(backwards))
@@ -83,12 +88,16 @@ def _convert_loop(
         or any(node not in nodes_later for node in counting)
         or any(samples[variable] in {"unknown", "size"} for variable in names)
     ):
+        if totals.exchanges:
+            totals.report(added[0])
+            return
         conversion.finding(
             added[0],
             'This is counted from the samples of one process. Reduce it before it is reported: accelerator.reduce(torch.tensor(x, device=accelerator.device), "sum") for a sum x, or gather_object(x) of accel_runtime for a list x.',
         )
         return
     conversion.gathered.add(loop)
+    conversion.complete.update(totals.exchanges)
     conversion.exchanges.append(first)
     targets = ", ".join(names.values())
     values = ", ".join(

@@ -377,6 +377,7 @@ OBJECT_PAIRS = [
     # distributed
     Pair("DistributedDataParallelKwargs(comm_hook=...)", DDP + "model.register_comm_hook(None, print)\n" + LOOP, DDP + "model.register_forward_hook(print)\n" + LOOP),
     Pair("The argument bucket_cap_mb of DistributedDataParallel is dropped", DDP.replace("DDP(model", "DDP(model, bucket_cap_mb=int(rank)") + LOOP, DDP.replace("DDP(model", "DDP(model, [rank], process_group=None, bucket_cap_mb=9") + LOOP),
+    Pair("and the script reduces the count itself", DDP + LOOP + "test = DataLoader(torch.randn(8, 8))\nbatches = torch.zeros(1)\nfor x in test:\n    batches += model(x).mean()\ndist.all_reduce(batches)\n", DDP + LOOP + "test = DataLoader(torch.randn(8, 8))\nhits = torch.zeros(2)\nfor x in test:\n    hits[0] += model(x).sum()\ndist.all_reduce(hits)\n"),
     Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test").replace("rank == 0", "rank != -1")),
     Pair("A loader is read on some ranks only", DDP + TEST_DATA + LOOP + ALL_DATA.replace("loader", "test"), DDP + "if rank == 0:\n    test = DataLoader(torch.randn(8, 8))\n" + LOOP),
     Pair("A loader is read on some ranks only", EVALUATE + "if rank == 0:\n    end(model, loader)\n", EVALUATE + "end(model, loader)\nif rank == 0:\n    print(1)\n"),
@@ -758,7 +759,10 @@ def test_a_sum_over_gathered_samples_is_not_reduced_again():
     assert "gather_for_metrics" in result.text
     assert "reduce(hits" not in result.text
     divided = counts.replace("print(hits)", "print(hits / dist.get_world_size())")
-    assert 'hits = accelerator.reduce(hits, "sum")' in migrate_script(DDP + test + LOOP + divided).text
+    result = migrate_script(DDP + test + LOOP + divided)
+    assert 'hits = accelerator.reduce(hits, "sum")' in result.text
+    assert "accelerator.gather_for_metrics" not in result.text
+    assert ["the script reduces the count itself" in one.text for one in result.findings] == [True]
 
 
 def test_places_of_a_script_with_spawn_have_its_lines():
