@@ -20,7 +20,7 @@ from accel_cli.extensions.migrate.script import (
     list_elements,
     to_code,
 )
-from accel_cli.extensions.migrate.totals import Totals
+from accel_cli.extensions.migrate.totals import Totals, exchanges_values
 
 __all__ = [
     "accumulates",
@@ -238,6 +238,17 @@ def _leave_whole(conversion: Conversion, node: cst.CSTNode, origins: frozenset[V
         conversion.finding(
             node,
             "This evaluates the samples of one process, since the loader that trains is prepared. Gather the outputs and targets with accelerator.gather_for_metrics before counting.",
+        )
+        return
+    if any(
+        exchanges_values(conversion.script, call)
+        for call in conversion.script.nodes
+        if call not in conversion.complete
+    ):
+        # its sum over the processes would count each sample once for each process
+        conversion.finding(
+            node,
+            "This evaluates the samples of one process, and the script exchanges values between processes. If it sums them, padding of the last batch is counted: gather the outputs and targets with accelerator.gather_for_metrics before counting, and remove the exchange.",
         )
         return
     conversion.unprepared |= origins

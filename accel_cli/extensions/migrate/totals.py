@@ -19,7 +19,7 @@ from accel_cli.extensions.migrate.script import (
     to_code,
 )
 
-__all__ = ["REDUCTIONS", "Totals", "read_reduction"]
+__all__ = ["REDUCTIONS", "Totals", "exchanges_values", "read_reduction"]
 
 REDUCTIONS = ("torch.distributed.all_reduce", "torch.distributed.reduce")
 _OPERATIONS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min"}
@@ -56,6 +56,14 @@ def read_reduction(script: Script, call: cst.Call) -> tuple[Variable, str] | Non
     ):
         return None
     return variable, _OPERATIONS[name]
+
+
+def exchanges_values(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a node is a call of torch.distributed that exchanges values between processes."""
+    if not isinstance(node, cst.Call):
+        return False
+    package, _, name = script.qualified_name(node.func).rpartition(".")
+    return package.startswith("torch.distributed") and bool(_EXCHANGES.search(name))
 
 
 class Totals:

@@ -510,6 +510,7 @@ VALUE_PAIRS = [
     Pair("not only read in for loops by its own name", TEST + LOOP + "for name, one in {'test': test}.items():\n    for x in one:\n        model(x)\n", TEST + LOOP + "for name in ('test',):\n    for x in test:\n        model(x)\n"),
     Pair("This evaluates the samples of one process", HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", TEST + LOOP + "print(sum(model(x).sum() for x in test))\n"),
     Pair("This evaluates the samples of one process", HEAD + LOOP + "print(sum(model(x).sum() for x in loader))\n", HEAD + LOOP + "print([x.shape for x in loader])\n"),
+    Pair("the script exchanges values between processes", TEST + LOOP + "import torch.distributed as dist\nn = sum(model(x).sum() for x in test)\ndist.all_reduce(n)\n", TEST + LOOP + "n = sum(model(x).sum() for x in test)\n"),
     Pair("This evaluates the samples of one process", "from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "from engine import fit\n" + HEAD + LOOP + "fit(model, optimizer, loader)\n"),
     Pair("This evaluates the samples of one process", "from engine import evaluate\n" + HEAD + LOOP + "evaluate(model, loader)\n", "import itertools\n" + HEAD + LOOP + "other = itertools.chain(loader, loader)\n"),
     Pair("Every process evaluates all samples here", EVALUATION + "    total += out.loss.item()\n", EVALUATION + "    total += out.sum().item()\n"),
