@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
@@ -94,7 +95,7 @@ def test_scripts_pass_as_they_are_and_converted_and_fail_with_a_reason(clone, tm
     section = scripts.render({"scripts": rows, "processes": 2})
     assert "2 of 4 public scripts" in section
     assert section.count("| **failed** |") == 2
-    assert "`broken.py`: torchrun: exit code 1: " in section
+    assert re.search(r"^- `\S*broken\.py`[^:]*: torchrun: exit code 1: ", section, re.MULTILINE)
     assert scripts.headline({"scripts": rows})[0] == "2 of 4"
 
 
