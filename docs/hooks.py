@@ -469,17 +469,18 @@ def accelerate_page() -> str:
         if option not in above
     ]
     parts += ["## Options of other launchers", _FOREIGN, _table(("Option", "Instead"), options)]
-    missing = [(_cell(subject), _list_code(names)) for subject, names, _ in missing_names.MISSING_NAMES]
+    # Long lists of names are no columns: a phone is too narrow for them.
+    missing = [f"- {subject}: {_list_code(names)}" for subject, names, _ in missing_names.MISSING_NAMES]
     parts += [
         "## Unsupported names",
         _MISSING,
-        _table(("Subject, and what to use instead", "Names"), missing),
+        "\n".join(missing),
     ]
     parts.append(f"These modules do not exist: {_list_code(missing_names.MISSING_MODULES)}.")
     differing = [(_list_code(functions), _cell(text)) for functions, text in missing_names.PARAMETERS]
     parts += ["## Parameters that differ", _table(("Names", "In accel"), differing)]
-    taken = [(f"`{module}`", _list_code(sorted(names))) for module, names in PACKAGE_NAMES.items()]
-    parts += ["## Names that are taken from Accelerate", _TAKEN, _table(("Module", "Names"), taken)]
+    taken = [f"- `{module}`: {_list_code(sorted(names))}" for module, names in PACKAGE_NAMES.items()]
+    parts += ["## Names that are taken from Accelerate", _TAKEN, "\n".join(taken)]
     return "\n\n".join(parts) + "\n"
 
 
