@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks import runtime
-from benchmarks.bench import ACCELERATE, Bench, make_accelerate_environment
+from benchmarks.bench import ACCELERATE, Bench, make_accelerate_environment, read_cpu_model
 from benchmarks.checkpoints import measure_checkpoints
 from benchmarks.launching import measure_commands, measure_forked, measure_imports, measure_start
 from benchmarks.object_store import measure_object_store
@@ -93,17 +92,9 @@ def _format_introduction(bench: Bench) -> str:
     """Format the introduction of the page, with versions and the properties of the machine that affect the numbers."""
     torch, other = (_read_torch_version(bench, commands) for commands in (bench.accel, bench.accelerate))
     torch = torch if torch == other else f"{torch} (Accelerate: {other})"
-    machine = f"{os.cpu_count()} CPUs ({_read_cpu_model()}) with Python {platform.python_version()} and torch {torch}"
+    machine = f"{os.cpu_count()} CPUs ({read_cpu_model()}) with Python {platform.python_version()} and torch {torch}"
     date = f"{datetime.now(UTC):%Y-%m-%d}"
     return INTRODUCTION.format(accelerate=ACCELERATE, date=date, machine=machine, repeats=bench.repeats)
-
-
-def _read_cpu_model() -> str:
-    """Return the name of the processor, which Linux does not give to `platform`."""
-    model = re.search(
-        r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    return model[1] if model else platform.machine()
 
 
 def _read_torch_version(bench: Bench, folder: Path) -> str:

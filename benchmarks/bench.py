@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import signal
@@ -19,7 +20,15 @@ from typing import TypeVar
 
 from accel_runtime.environment.settings import HOME
 
-__all__ = ["ACCELERATE", "SCRIPTS", "Bench", "Run", "make_accelerate_environment", "run_interleaved"]
+__all__ = [
+    "ACCELERATE",
+    "SCRIPTS",
+    "Bench",
+    "Run",
+    "make_accelerate_environment",
+    "read_cpu_model",
+    "run_interleaved",
+]
 
 T = TypeVar("T")
 ACCELERATE = "1.15.0"
@@ -182,3 +191,11 @@ def _wait(process: subprocess.Popen[bytes]) -> float:
             timer.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     return usage.ru_utime + usage.ru_stime
+
+
+def read_cpu_model() -> str:
+    """Return the name of the processor, which Linux does not give to `platform`."""
+    info = Path("/proc/cpuinfo")  # of Linux only
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    model = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return model[1] if model else platform.machine()

@@ -502,7 +502,7 @@ class RankObservation(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What the ranks have done up to a moment."""
+    """The progress of ranks up to a moment."""
 
     time: float
     ranks: Mapping[int, RankObservation]

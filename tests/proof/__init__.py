@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
+
+from benchmarks.bench import read_cpu_model
 
 __all__ = ["RECORDS", "ROOT", "Options", "Part", "format_table", "read_record", "write_record"]
 
@@ -71,12 +72,7 @@ def describe_machine() -> str:
     """Return the CPUs of this machine, and the versions of Python and torch."""
     import torch
 
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
-    processor = model[1] if model else platform.machine()
-    return (
-        f"{os.cpu_count()} CPUs ({processor}), Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    return f"{os.cpu_count()} CPUs ({read_cpu_model()}), Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
